@@ -1,0 +1,1 @@
+"""Advantages, filters, reward shaping and importance corrections, without tensors."""

@@ -1,0 +1,1 @@
+"""Configuration: TOML recipe → pydantic models → one ordered pipeline of normalisations and checks with reasons."""

@@ -1,0 +1,1 @@
+"""Prompt sources, tokenisation and the data that the small recipes make."""

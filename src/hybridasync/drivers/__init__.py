@@ -1,0 +1,1 @@
+"""Sequences: coroutines that speak to ports, with anyio alone."""

@@ -1,0 +1,1 @@
+"""The embedded engine: SGLang's HTTP API over a batched torch decoder."""

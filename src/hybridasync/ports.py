@@ -1,0 +1,164 @@
+"""What the drivers need of the outside world. Adapters in `transport/`, tests and the simulation implement it.
+
+Every method that waits has a deadline of its own in the adapter; all of them may be cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from hybridasync.types import (
+    Completion,
+    EvalResult,
+    Group,
+    PauseMode,
+    Prompt,
+    PublicationResult,
+    SamplingParams,
+    SidecarStatus,
+    StepResult,
+    TrainBatch,
+    TrainerInfo,
+    TrainSample,
+    WeightSnapshot,
+)
+
+
+class InferenceServer(Protocol):
+    """One engine's data plane and weight calls. Errors: NotSent, Rejected, OutcomeUnknown, RemoteProtocolError."""
+
+    name: str
+
+    async def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> tuple[Completion, ...]:
+        """n completions of one prompt (one request). A finish reason `abort` means interrupted, with what was made."""
+        ...
+
+    async def abort(self, rid: str) -> None: ...
+
+    async def update_weights(self, snapshot: WeightSnapshot) -> None:
+        """Load the snapshot. The engine must be paused, unless it can stage."""
+        ...
+
+    async def weight_version(self) -> str:
+        """The version that the engine says it serves; "default" before the first publication."""
+        ...
+
+    async def checksums(self) -> Mapping[str, str]:
+        """Checksum of each parameter as the engine holds it."""
+        ...
+
+    async def in_flight(self) -> int: ...
+
+    async def healthy(self) -> bool: ...
+
+
+class Sidecar(Protocol):
+    """The control plane of one engine (DESIGN section 6). `txn` is `ha1:<32 hex>:<n>`."""
+
+    name: str
+
+    async def status(self) -> SidecarStatus: ...
+
+    async def pause(self, txn: str, mode: PauseMode, lease_s: float) -> bool:
+        """True: paused. False: not ready, not paused; ask again with the same `txn`."""
+        ...
+
+    async def renew(self, txn: str, lease_s: float) -> None: ...
+
+    async def end(self, txn: str) -> None:
+        """Resume. Idempotent."""
+        ...
+
+    async def recover(self, timeout_s: float) -> None: ...
+
+    async def fence(self) -> None:
+        """Kill the engine and start it anew."""
+        ...
+
+
+class Trainer(Protocol):
+    """The training workers as one. Collective calls run one at a time, in the order in which they were made.
+
+    Errors: TrainerError and its kinds, ConfigError for a model that can't be used, CheckpointError.
+    """
+
+    async def setup(self) -> TrainerInfo:
+        """Build the model and load the initial weights."""
+        ...
+
+    async def start_phase(self, phase: str, total_steps: int) -> None:
+        """Make the optimizer and schedule of the phase: "warm_start" or "rl"."""
+        ...
+
+    async def train_step(self, batch: TrainBatch) -> StepResult: ...
+
+    async def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Log-probs of the response tokens under the current weights, at the sampling temperature."""
+        ...
+
+    async def export_weights(self, version: int, path: str) -> WeightSnapshot:
+        """Write the weights as a Hugging Face directory, complete or not at all."""
+        ...
+
+    async def save_checkpoint(self, path: str) -> None:
+        """Write model and optimizer to the empty folder `path`."""
+        ...
+
+    async def load_checkpoint(self, path: str) -> None: ...
+
+    async def export_hf(self, path: str) -> None:
+        """Write a directory that `transformers` loads, tokenizer included."""
+        ...
+
+    async def memory(self) -> Mapping[str, float]:
+        """Memory of the workers in MiB: peak and current, allocated and reserved."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RewardFn(Protocol):
+    """Scores the completions of one group. One value per text, in order. Raises RewardError."""
+
+    async def __call__(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[float]: ...
+
+
+class PromptSource(Protocol):
+    """Endless (or `num_epoch` long) stream of prompts with an exact position."""
+
+    def draw(self) -> Prompt | None:
+        """The next prompt; None once the data is used up."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def __len__(self) -> int: ...
+
+
+class Tokenizer(Protocol):
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Journal(Protocol):
+    """Append-only record of debts. `append` returns only when the record is on disk."""
+
+    def append(self, record: Mapping[str, Any]) -> None: ...
+
+    def replay(self) -> list[dict[str, Any]]: ...
+
+
+class MetricSink(Protocol):
+    """Where numbers and events go. Never raises: a full disk must not stop a run in the middle of a publication."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def publication(self, result: PublicationResult) -> None: ...
+
+    def evaluation(self, result: EvalResult) -> None: ...
+
+    def samples(self, step: int, groups: Sequence[Group], advantages: Mapping[int, Sequence[float]]) -> None: ...
+
+    def event(self, name: str, **fields: object) -> None: ...

@@ -1,0 +1,1 @@
+"""Pure machines: decisions without clock, chance or I/O."""

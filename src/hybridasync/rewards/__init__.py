@@ -1,0 +1,1 @@
+"""Reward functions: exact match, GSM8K, math-verify, or the user's own."""

@@ -1,0 +1,1 @@
+"""Rank entry points, launcher, torchrun environment, process supervision."""

@@ -1,0 +1,1 @@
+"""One small HTTP process beside each engine: owns its life, its pause ledger and its lease."""

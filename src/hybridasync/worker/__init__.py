@@ -1,0 +1,1 @@
+"""What runs on the training ranks. The controller never imports it."""
