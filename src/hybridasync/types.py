@@ -87,7 +87,7 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    partition: int  # the step for which it was admitted; step - partition is its partition lag (R113)
+    partition: int  # steps finished when it was admitted; step - partition is its partition lag (R113)
 
     @property
     def oldest_version(self) -> int | None:
