@@ -23,8 +23,7 @@ def _python(code: str, **options: object) -> subprocess.Popen[str]:
 def test_child_dies_with_its_parent() -> None:
     """When the parent is SIGKILLed, a child that called die_with_parent gets its signal."""
     child = (
-        "from hybridasync.observability.process import *; import signal, time
-"
+        "from hybridasync.observability.process import *; import signal, time\n"
         "die_with_parent(signal.SIGKILL); print(1, flush=True); time.sleep(60)"
     )
     parent_code = (
@@ -51,8 +50,7 @@ def test_child_whose_parent_is_gone_already_ends() -> None:
 def test_parent_variable_is_not_handed_down() -> None:
     """After die_with_parent the variable is gone, so that a grandchild doesn't take it for its own parent."""
     code = (
-        "from hybridasync.observability.process import *; import os
-"
+        "from hybridasync.observability.process import *; import os\n"
         "die_with_parent(9); print(PARENT_PID_VARIABLE in os.environ)"
     )
     done = subprocess.run(
@@ -64,8 +62,7 @@ def test_parent_variable_is_not_handed_down() -> None:
 def test_terminate_tree_kills_what_ignores_sigterm(tmp_path: Path) -> None:
     """A child and a grandchild that ignore SIGTERM are gone after the grace time, and the call is bounded."""
     ready = tmp_path / "ready"
-    ignore = "import signal, subprocess, sys, time, pathlib; signal.signal(15, signal.SIG_IGN)
-"
+    ignore = "import signal, subprocess, sys, time, pathlib; signal.signal(15, signal.SIG_IGN)\n"
     stubborn = f"{ignore}pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
     code = f"{ignore}subprocess.run([sys.executable, '-c', {stubborn!r}])"
     with _python(code) as child:
