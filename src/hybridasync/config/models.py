@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Positive = Annotated[int, Field(gt=0, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
@@ -18,25 +18,39 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A section refuses keys it doesn't know."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _keep_truth_and_number_apart(cls, value: Any, info: ValidationInfo) -> Any:
+        """`use_tis = 1` and `lr = true` are mistakes, though Python would convert them."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = (annotation, *get_args(annotation))
+        if (bool in kinds) != isinstance(value, bool) and (bool in kinds or float in kinds):
+            raise ValueError("a truth value and a number are different things")
+        return value
 
 
 class RunSection(Section):
     """Where the run lives and how it ends."""
 
-    dir: str | None = Field(None, description="run directory; default runs/<recipe>-<time>")
-    debug_train_only: bool = Field(False, description="no engines: warm start or supervised training alone")
-    max_restarts: NonNegative = Field(0, description="restarts from the last checkpoint after a failure")
-    max_reward_error_fraction: Fraction = Field(0.5, description="share of the last 64 samples whose reward function may fail before the run stops")
+    dir: str | None = Field(default=None, description="run directory; default runs/<recipe>-<time>")
+    debug_train_only: bool = Field(default=False, description="no engines: warm start or supervised training alone")
+    max_restarts: NonNegative = Field(default=0, description="restarts from the last checkpoint after a failure")
+    max_reward_error_fraction: Fraction = Field(
+        default=0.5, description="share of the last 64 samples whose reward function may fail before the run stops"
+    )
 
 
 class PrepareSection(Section):
-    """A function that makes what the recipe needs (a model, data files) under <run dir>/prepared, before anything else starts.
+    """A function that makes what the recipe needs (a model, data files) under <run dir>/prepared, before the rest starts.
 
     Paths elsewhere in the recipe name that folder as {prepared}.
     """
 
-    function: str | None = Field(None, description="module:function called as function(directory, seed, **args)")
+    function: str | None = Field(
+        default=None, description="module:function called as function(directory, seed, **args)"
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
 
 
@@ -44,193 +58,289 @@ class ModelSection(Section):
     """The policy and, where the loss needs one, the reference model."""
 
     hf_checkpoint: str = Field(description="Hugging Face directory of the initial policy (config, weights, tokenizer)")
-    ref_load: str | None = Field(None, description="Hugging Face directory of the reference model; default hf_checkpoint")
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="parameter type in training")
+    ref_load: str | None = Field(
+        default=None,
+        description="Hugging Face directory of the reference model; needed by the KL loss, else not loaded",
+    )
+    dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="parameter type in training")
 
 
 class ParallelSection(Section):
     """How the model is laid out over the workers. Data parallelism is what remains: workers / (tp × pp)."""
 
-    num_workers: Positive = Field(1, description="training ranks of the whole job, the controller not counted")
-    tensor_model_parallel_size: Positive = Field(1, description="tensor parallel size (TP)")
-    pipeline_model_parallel_size: Positive = Field(1, description="pipeline parallel size (PP)")
-    use_distributed_optimizer: bool = Field(False, description="shard the optimizer state over data-parallel ranks")
-    recompute_activations: bool = Field(False, description="recompute activations in the backward pass, to save memory")
-    max_tokens_per_micro_batch: Positive = Field(8192, description="tokens packed into one forward pass of a rank; a longer sample goes alone")
+    num_workers: Positive = Field(default=1, description="training ranks of the whole job, the controller not counted")
+    tensor_model_parallel_size: Positive = Field(default=1, description="tensor parallel size (TP)")
+    pipeline_model_parallel_size: Positive = Field(default=1, description="pipeline parallel size (PP)")
+    use_distributed_optimizer: bool = Field(
+        default=False, description="shard the optimizer state over data-parallel ranks"
+    )
+    recompute_activations: bool = Field(
+        default=False, description="recompute activations in the backward pass, to save memory"
+    )
+    max_tokens_per_micro_batch: Positive = Field(
+        default=8192, description="tokens packed into one forward pass of a rank; a longer sample goes alone"
+    )
 
 
 class DataSection(Section):
     """Prompts to train on."""
 
-    prompt_data: str | None = Field(None, description="JSONL file of prompts (or Parquet, with the parquet extra)")
-    prompt_key: str = Field("prompt", description="field with the prompt: a string, or a list of chat messages")
-    label_key: str = Field("label", description="field with the gold answer")
-    apply_chat_template: bool = Field(False, description="render the prompt through the tokenizer's chat template")
-    prompt_template: str | None = Field(None, description="text around the prompt, with {prompt} in it")
-    shuffle: bool = Field(True, description="shuffle each epoch with the seed")
-    max_prompt_tokens: Positive | None = Field(None, description="longer prompts are filtered, with a count; default context_length - 1")
+    prompt_data: str | None = Field(
+        default=None, description="JSONL file of prompts (or Parquet, with the parquet extra)"
+    )
+    prompt_key: str = Field(default="prompt", description="field with the prompt: a string, or a list of chat messages")
+    label_key: str = Field(default="label", description="field with the gold answer")
+    apply_chat_template: bool = Field(
+        default=False, description="render the prompt through the tokenizer's chat template"
+    )
+    prompt_template: str | None = Field(default=None, description="text around the prompt, with {prompt} in it")
+    shuffle: bool = Field(default=True, description="shuffle each epoch with the seed")
+    max_prompt_tokens: Positive | None = Field(
+        default=None, description="longer prompts are filtered, with a count; default context_length - 1"
+    )
 
 
 class RolloutSection(Section):
     """How completions are drawn, and how far the engines may run ahead."""
 
-    num_rollout: Positive | None = Field(None, description="training steps of the run")
-    num_epoch: Positive | None = Field(None, description="passes over the data; with num_rollout the smaller one counts")
-    strict_epochs: bool = Field(False, description="refuse num_epoch when the batch doesn't divide the data set")
+    num_rollout: Positive | None = Field(default=None, description="training steps of the run")
+    num_epoch: Positive | None = Field(
+        default=None, description="passes over the data; with num_rollout the smaller one counts"
+    )
+    strict_epochs: bool = Field(
+        default=False, description="refuse num_epoch when the batch doesn't divide the data set"
+    )
     rollout_batch_size: Positive = Field(description="prompts (groups) of one step")
     n_samples_per_prompt: Positive = Field(description="samples of a group")
     max_response_tokens: Positive = Field(description="cap on the tokens of a completion")
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs on both sides are at this temperature")
-    top_p: float = Field(1.0, gt=0, le=1, description="must be 1: a truncated distribution has other log-probs than the trainer's")
-    max_staleness: NonNegative = Field(0, description="steps that the engines may run ahead of training (partition lag)")
-    partial_rollout: bool = Field(True, description="continue a sample that a publication interrupted; off: start it again from its prompt")
-    request_timeout_s: Seconds = Field(600.0, description="deadline of one generate request")
-    max_retries: NonNegative = Field(2, description="further attempts at a group whose request failed")
+    temperature: float = Field(
+        default=1.0, gt=0, description="sampling temperature; log-probs on both sides are at this temperature"
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="must be 1: a truncated distribution has other log-probs than the trainer's",
+    )
+    max_staleness: NonNegative = Field(
+        default=0, description="steps that the engines may run ahead of training (partition lag)"
+    )
+    partial_rollout: bool = Field(
+        default=True,
+        description="continue a sample that a publication interrupted; off: start it again from its prompt",
+    )
+    request_timeout_s: Seconds = Field(default=600.0, description="deadline of one generate request")
+    max_retries: NonNegative = Field(default=2, description="further attempts at a group whose request failed")
 
 
 class RewardSection(Section):
     """What a completion is worth."""
 
-    function: str = Field("exact_match", description="exact_match, gsm8k, math_verify, or module:function")
-    batched: bool = Field(False, description="module:function takes lists (one call for a group) instead of one sample")
-    timeout_s: Seconds = Field(60.0, description="deadline of one call")
-    overlong_buffer_tokens: NonNegative = Field(0, description="DAPO soft overlong penalty: width of the buffer before the cap; 0 = off")
-    overlong_penalty_factor: float = Field(1.0, ge=0, description="largest overlong penalty")
-    mask_truncated: bool = Field(False, description="samples cut by the cap carry no loss (overlong filtering)")
+    function: str = Field(default="exact_match", description="exact_match, gsm8k, math_verify, or module:function")
+    batched: bool = Field(
+        default=False, description="module:function takes lists (one call for a group) instead of one sample"
+    )
+    timeout_s: Seconds = Field(default=60.0, description="deadline of one call")
+    overlong_buffer_tokens: NonNegative = Field(
+        default=0, description="DAPO soft overlong penalty: width of the buffer before the cap; 0 = off"
+    )
+    overlong_penalty_factor: float = Field(default=1.0, ge=0, description="largest overlong penalty")
+    mask_truncated: bool = Field(default=False, description="samples cut by the cap carry no loss (overlong filtering)")
 
 
 class AlgorithmSection(Section):
     """Advantages, loss and filters."""
 
-    advantage: Literal["grpo", "dr_grpo"] = Field("grpo", description="grpo: (r - mean) / std of the group; dr_grpo: r - mean")
-    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "token_mean",
-        description="token_mean: over all tokens of the global batch (DAPO); sequence_mean: mean of each sample's mean (GRPO); constant: sum / (samples × max_response_tokens) (Dr.GRPO)",
+    advantage: Literal["grpo", "dr_grpo"] = Field(
+        default="grpo", description="grpo: (r - mean) / std of the group; dr_grpo: r - mean"
     )
-    eps_clip: float = Field(0.2, gt=0, lt=1, description="lower clip range of the importance ratio")
-    eps_clip_high: float | None = Field(None, gt=0, description="upper clip range (clip-higher: 0.28); default eps_clip")
-    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    use_kl_loss: bool = Field(False, description="KL loss against the reference model")
-    kl_loss_coef: float = Field(0.0, ge=0, description="weight of the KL loss (k3 estimator)")
-    use_tis: bool = Field(False, description="truncated importance sampling: correct for engine weights that are older than the trainer's")
-    tis_clip: float = Field(2.0, gt=0, description="upper bound of the importance weight")
-    tis_clip_low: float = Field(0.0, ge=0, description="lower bound of the importance weight")
-    use_rollout_logprobs: bool = Field(False, description="take the engine's log-probs as the old log-probs of the ratio")
-    filter_zero_variance: bool = Field(False, description="drop groups whose samples all earned the same (DAPO dynamic sampling)")
-    refill: bool = Field(True, description="replace filtered groups until the batch is full")
-    max_gen_batches: Positive = Field(10, description="generation batches that one step may use up before it stops with the counts")
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        default="token_mean",
+        description=(
+            "token_mean: over all tokens of the global batch (DAPO); sequence_mean: "
+            "mean of each sample's mean (GRPO); constant: sum / (samples × "
+            "max_response_tokens) (Dr.GRPO)"
+        ),
+    )
+    eps_clip: float = Field(default=0.2, gt=0, lt=1, description="lower clip range of the importance ratio")
+    eps_clip_high: float | None = Field(
+        default=None, gt=0, description="upper clip range (clip-higher: 0.28); default eps_clip"
+    )
+    entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
+    use_kl_loss: bool = Field(default=False, description="KL loss against the reference model")
+    kl_loss_coef: float = Field(default=0.0, ge=0, description="weight of the KL loss (k3 estimator)")
+    use_tis: bool = Field(
+        default=False,
+        description="truncated importance sampling: correct for engine weights that are older than the trainer's",
+    )
+    tis_clip: float = Field(default=2.0, gt=0, description="upper bound of the importance weight")
+    tis_clip_low: float = Field(default=0.0, ge=0, description="lower bound of the importance weight")
+    use_rollout_logprobs: bool = Field(
+        default=False, description="take the engine's log-probs as the old log-probs of the ratio"
+    )
+    filter_zero_variance: bool = Field(
+        default=False, description="drop groups whose samples all earned the same (DAPO dynamic sampling)"
+    )
+    refill: bool = Field(default=True, description="replace filtered groups until the batch is full")
+    max_gen_batches: Positive = Field(
+        default=10, description="generation batches that one step may use up before it stops with the counts"
+    )
 
 
 class OptimizerSection(Section):
     """Adam with decoupled weight decay that spares norms."""
 
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the decay after the warm-up")
-    lr_warmup_steps: NonNegative = Field(0, description="steps of linear warm-up")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay; norms and biases are spared")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="first moment decay")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="second moment decay")
-    adam_eps: float = Field(1e-8, gt=0, description="Adam epsilon")
-    clip_grad: float = Field(1.0, ge=0, description="gradient norm clip; 0 = off")
-    global_batch_size: Positive | None = Field(None, description="samples of one optimizer update; default: all samples of a step")
+    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="shape of the decay after the warm-up"
+    )
+    lr_warmup_steps: NonNegative = Field(default=0, description="steps of linear warm-up")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay; norms and biases are spared")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="first moment decay")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="second moment decay")
+    adam_eps: float = Field(default=1e-8, gt=0, description="Adam epsilon")
+    clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off")
+    global_batch_size: Positive | None = Field(
+        default=None, description="samples of one optimizer update; default: all samples of a step"
+    )
 
 
 class WarmStartSection(Section):
     """A supervised phase before RL, on the same workers."""
 
-    steps: NonNegative = Field(0, description="supervised steps; 0 = off")
-    data: str | None = Field(None, description="JSONL file with prompt and response")
-    batch_size: Positive = Field(128, description="sequences of a supervised step")
-    lr: float = Field(1e-3, gt=0, description="learning rate of the supervised phase")
-    lr_warmup_steps: NonNegative = Field(30, description="steps of linear warm-up")
-    weight_decay: float = Field(0.01, ge=0, description="weight decay of the supervised phase")
+    steps: NonNegative = Field(default=0, description="supervised steps; 0 = off")
+    data: str | None = Field(default=None, description="JSONL file with prompt and response")
+    batch_size: Positive = Field(default=128, description="sequences of a supervised step")
+    lr: float = Field(default=1e-3, gt=0, description="learning rate of the supervised phase")
+    lr_warmup_steps: NonNegative = Field(default=30, description="steps of linear warm-up")
+    weight_decay: float = Field(default=0.01, ge=0, description="weight decay of the supervised phase")
 
 
 class PublicationSection(Section):
     """How new weights reach the engines, and what is owed when that fails."""
 
-    update_weights_interval: Positive = Field(1, description="publish after every K-th step; 1 = after each")
+    update_weights_interval: Positive = Field(default=1, description="publish after every K-th step; 1 = after each")
     pause_mode: Literal["drain", "retract", "abort"] | None = Field(
-        None, description="what a pause does to requests in flight; default: drain in sync and hybrid, retract in fully_async"
+        default=None,
+        description=(
+            "what a pause does to requests in flight; default: drain in sync and hybrid, retract in fully_async"
+        ),
     )
-    rollout_http_timeout: Seconds = Field(120.0, description="deadline of one control call")
-    lease_s: Seconds = Field(60.0, description="a sidecar ends a pause by itself when its lease isn't renewed for so long")
-    drain_timeout_s: Seconds = Field(600.0, description="how long to wait for engines to be ready to pause")
-    resume_budget_s: Annotated[float, Field(gt=0, lt=30)] = Field(20.0, description="budget of all compensating resumes together; under torchrun's 30 s")
-    on_ambiguous_pause: Literal["fence", "fail", "degrade"] = Field("fence", description="what to do with an engine whose resume isn't confirmed")
-    weights_dir: str | None = Field(None, description="folder for weight snapshots; default shared memory where engines are local")
+    rollout_http_timeout: Seconds = Field(default=120.0, description="deadline of one control call")
+    lease_s: Seconds = Field(
+        default=60.0, description="a sidecar ends a pause by itself when its lease isn't renewed for so long"
+    )
+    drain_timeout_s: Seconds = Field(default=600.0, description="how long to wait for engines to be ready to pause")
+    resume_budget_s: Annotated[float, Field(gt=0, lt=30)] = Field(
+        default=20.0, description="budget of all compensating resumes together; under torchrun's 30 s"
+    )
+    on_ambiguous_pause: Literal["fence", "fail", "degrade"] = Field(
+        default="fence", description="what to do with an engine whose resume isn't confirmed"
+    )
+    weights_dir: str | None = Field(
+        default=None, description="folder for weight snapshots; default shared memory where engines are local"
+    )
 
 
 class EvalSection(Section):
     """Evaluation on held-out prompts, with the weights that were just published."""
 
-    eval_interval: Positive | None = Field(None, description="evaluate after every E-th step; also at epoch ends")
-    eval_prompt_data: str | None = Field(None, description="JSONL file of held-out prompts")
-    max_prompts: Positive | None = Field(None, description="use the first so many prompts")
-    sampled: bool = Field(True, description="also evaluate at the sampling temperature (greedy is always done)")
-    skip_eval_before_train: bool = Field(False, description="no evaluation before the first step")
-    eval_at_end: bool = Field(False, description="evaluate after the last step too")
-    logprob_check_samples: NonNegative = Field(32, description="samples whose log-probs the trainer recomputes at each evaluation; 0 = off")
+    eval_interval: Positive | None = Field(
+        default=None, description="evaluate after every E-th step; also at epoch ends"
+    )
+    eval_prompt_data: str | None = Field(default=None, description="JSONL file of held-out prompts")
+    max_prompts: Positive | None = Field(default=None, description="use the first so many prompts")
+    sampled: bool = Field(default=True, description="also evaluate at the sampling temperature (greedy is always done)")
+    skip_eval_before_train: bool = Field(default=False, description="no evaluation before the first step")
+    eval_at_end: bool = Field(default=False, description="evaluate after the last step too")
+    logprob_check_samples: NonNegative = Field(
+        default=32, description="samples whose log-probs the trainer recomputes at each evaluation; 0 = off"
+    )
 
 
 class EngineSection(Section):
     """The inference engines. Each has a sidecar beside it."""
 
-    kind: Literal["embedded", "sglang", "attach"] = Field("embedded", description="embedded; a real SGLang server that we launch; or one that runs already")
-    num_engines: Positive = Field(1, description="engines to launch")
-    url: tuple[str, ...] = Field((), description="kind attach: base URLs of SGLang servers that run already")
-    sidecar_url: tuple[str, ...] = Field((), description="sidecars on other nodes (hybridasync serve-rollout); then nothing is launched here")
-    python: str | None = Field(None, description="kind sglang: the interpreter of SGLang's environment")
-    args: tuple[str, ...] = Field((), description="kind sglang: further arguments of launch_server")
+    kind: Literal["embedded", "sglang", "attach"] = Field(
+        default="embedded", description="embedded; a real SGLang server that we launch; or one that runs already"
+    )
+    num_engines: Positive = Field(default=1, description="engines to launch")
+    url: tuple[str, ...] = Field(default=(), description="kind attach: base URLs of SGLang servers that run already")
+    sidecar_url: tuple[str, ...] = Field(
+        default=(), description="sidecars on other nodes (hybridasync serve-rollout); then nothing is launched here"
+    )
+    python: str | None = Field(default=None, description="kind sglang: the interpreter of SGLang's environment")
+    args: tuple[str, ...] = Field(default=(), description="kind sglang: further arguments of launch_server")
     env: dict[str, str] = Field(default_factory=dict, description="kind sglang: further environment variables")
-    tensor_parallel_size: Positive = Field(1, description="kind sglang: tensor parallel size of one engine")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="device of the engines")
-    gpu_ids: tuple[int, ...] = Field((), description="CUDA devices of the engines; default: those after the workers'")
-    dtype: Literal["fp32", "bf16"] | None = Field(None, description="type of the weights in the engine; default model.dtype")
-    port: NonNegative = Field(0, description="port of the first engine; 0 = the system chooses")
-    sidecar_port: NonNegative = Field(0, description="port of the first sidecar; 0 = the system chooses")
-    context_length: Positive | None = Field(None, description="prompt and completion together; default the model's")
-    max_running_requests: Positive = Field(1024, description="sequences that an engine decodes at once")
-    rollout_engine_init_timeout: Seconds = Field(3600.0, description="how long an engine may take to come up")
-    health_interval_s: Seconds = Field(5.0, description="pause between two health probes")
-    health_failures: Positive = Field(3, description="consecutive failed probes after which an engine counts as dead")
-    min_healthy_engines: Positive = Field(1, description="the run stops when fewer are left")
+    tensor_parallel_size: Positive = Field(default=1, description="kind sglang: tensor parallel size of one engine")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the engines")
+    gpu_ids: tuple[int, ...] = Field(
+        default=(), description="CUDA devices of the engines; default: those after the workers'"
+    )
+    dtype: Literal["fp32", "bf16"] | None = Field(
+        default=None, description="type of the weights in the engine; default model.dtype"
+    )
+    port: NonNegative = Field(default=0, description="port of the first engine; 0 = the system chooses")
+    sidecar_port: NonNegative = Field(default=0, description="port of the first sidecar; 0 = the system chooses")
+    context_length: Positive | None = Field(
+        default=None, description="prompt and completion together; default the model's"
+    )
+    max_running_requests: Positive = Field(default=1024, description="sequences that an engine decodes at once")
+    rollout_engine_init_timeout: Seconds = Field(default=3600.0, description="how long an engine may take to come up")
+    health_interval_s: Seconds = Field(default=5.0, description="pause between two health probes")
+    health_failures: Positive = Field(
+        default=3, description="consecutive failed probes after which an engine counts as dead"
+    )
+    min_healthy_engines: Positive = Field(default=1, description="the run stops when fewer are left")
 
 
 class CheckpointSection(Section):
     """Checkpoints of model, optimizer, data position and versions."""
 
-    save_interval: Positive | None = Field(None, description="save after every S-th step and after the last; default: only after the last")
-    keep: Positive = Field(2, description="checkpoints to keep")
-    export_hf: bool = Field(True, description="export the final policy as a Hugging Face directory")
+    save_interval: Positive | None = Field(
+        default=None, description="save after every S-th step and after the last; default: only after the last"
+    )
+    keep: Positive = Field(default=2, description="checkpoints to keep")
+    export_hf: bool = Field(default=True, description="export the final policy as a Hugging Face directory")
 
 
 class NetworkSection(Section):
     """Interfaces and ports of the control plane. RPC has no authentication: keep it on a private network."""
 
-    interface: str = Field("lo", description="network interface of RPC, gloo and the rendezvous store")
-    master_addr: str = Field("127.0.0.1", description="address of node 0")
-    master_port: NonNegative = Field(0, description="port of the rendezvous store; 0 = the system chooses")
-    nnodes: Positive = Field(1, description="nodes of the job")
-    rpc_timeout_s: Seconds = Field(1800.0, description="deadline of one collective call to the workers")
-    start_timeout_s: Seconds = Field(300.0, description="how long workers may take to join")
+    interface: str = Field(default="lo", description="network interface of RPC, gloo and the rendezvous store")
+    master_addr: str = Field(default="127.0.0.1", description="address of node 0")
+    master_port: NonNegative = Field(default=0, description="port of the rendezvous store; 0 = the system chooses")
+    nnodes: Positive = Field(default=1, description="nodes of the job")
+    rpc_timeout_s: Seconds = Field(default=1800.0, description="deadline of one collective call to the workers")
+    start_timeout_s: Seconds = Field(default=300.0, description="how long workers may take to join")
 
 
 class ObservabilitySection(Section):
     """What is written and shown."""
 
-    progress: Literal["auto", "rich", "plain", "off"] = Field("auto", description="progress display; auto: rich on a terminal, else plain lines")
-    tensorboard: bool = Field(True, description="write TensorBoard files")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level in events.jsonl")
-    samples_per_step: NonNegative = Field(4, description="samples written to samples.jsonl at each step")
+    progress: Literal["auto", "rich", "plain", "off"] = Field(
+        default="auto", description="progress display; auto: rich on a terminal, else plain lines"
+    )
+    tensorboard: bool = Field(default=True, description="write TensorBoard files")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="lowest level in events.jsonl"
+    )
+    samples_per_step: NonNegative = Field(default=4, description="samples written to samples.jsonl at each step")
 
 
 class Config(Section):
     """A whole recipe."""
 
-    seed: NonNegative = Field(0, description="seed of data order, initial weights and sampling")
-    mode: Literal["sync", "hybrid", "fully_async"] = Field("hybrid", description="sync: generate, train, publish; hybrid: engines run ahead, publication between partitions; fully_async: in-flight requests live through a publication")
+    seed: NonNegative = Field(default=0, description="seed of data order, initial weights and sampling")
+    mode: Literal["sync", "hybrid", "fully_async"] = Field(
+        default="hybrid",
+        description=(
+            "sync: generate, train, publish; hybrid: engines run ahead, publication "
+            "between partitions; fully_async: in-flight requests live through a "
+            "publication"
+        ),
+    )
     run: RunSection = RunSection()
     prepare: PrepareSection = PrepareSection()
     model: ModelSection
