@@ -5,7 +5,8 @@ Every method that waits has a deadline of its own in the adapter; all of them ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from hybridasync.types import (
@@ -131,7 +132,9 @@ class PromptSource(Protocol):
         """The next prompt; None once the data is used up."""
         ...
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self, unused: Iterable[int] = ()) -> dict[str, Any]:
+        """The position. `unused` are uids drawn but not trained on: a restored source draws them first."""
+        ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -140,6 +143,24 @@ class PromptSource(Protocol):
 
 class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class CheckpointStore(Protocol):
+    """Checkpoint folders of a run. Errors: CheckpointError, which names the path."""
+
+    def begin(self, step: int) -> Path:
+        """An empty folder that doesn't count yet."""
+        ...
+
+    def commit(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Write the state, make the folder count, point `latest` at it, drop the oldest beyond the limit."""
+        ...
+
+    def verified_state(self, path: Path) -> dict[str, Any]:
+        """The state of a complete checkpoint whose files are as they were written."""
+        ...
+
+    def latest(self) -> Path | None: ...
 
 
 class Journal(Protocol):

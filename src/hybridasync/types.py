@@ -16,6 +16,10 @@ PauseMode = Literal["retract", "abort", "in_place", "drain"]
 SidecarState = Literal["running", "pausing", "paused", "ending", "recovery_required", "down"]
 
 
+CORRECT = 0.5
+"""A reward from here up counts as correct in accuracies; rewards of verifiers are 0 or 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One question. From here on the prompt *is* its token ids; `text` is for people and rewards."""

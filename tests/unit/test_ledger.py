@@ -118,19 +118,19 @@ def test_staleness_never_passes_the_bound_whatever_the_order_of_completion() -> 
         assert ledger.counts["trained"] == 36
 
 
-def test_a_restored_ledger_issues_pending_prompts_first() -> None:
-    """What was in flight or waiting at a checkpoint is issued again, in the order drawn, and nothing else."""
+def test_a_ledger_names_the_groups_that_a_resumed_run_must_draw_again() -> None:
+    """What was in flight or waiting at a checkpoint is pending, in the order drawn, and nothing else."""
     ledger = RolloutLedger(batch_size=2, max_staleness=1, num_rollout=5)
     fill(ledger)
     for uid in (0, 1, 3):
         ledger.completed(group(uid), keep=True)
     ledger.take(0)
     ledger.finish(0)
+    assert ledger.pending() == [2, 3]
     again = RolloutLedger(batch_size=2, max_staleness=1, num_rollout=5)
-    again.restore(ledger.state(), ledger.pending())
-    assert [p.uid for p in iter(again.requeued, None)] == [2, 3]
+    again.restore(ledger.state())
     assert again.finished == 1
-    assert again.may_admit()
+    assert fill(again, first=10) == [10, 11, 12, 13]
 
 
 def test_a_group_can_be_completed_only_once() -> None:

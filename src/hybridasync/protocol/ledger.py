@@ -14,7 +14,7 @@ thrown away for its age.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,6 @@ class RolloutLedger:
     counts: Counter[str] = field(default_factory=Counter)  # admitted, filtered, dropped, trained
     _entries: dict[int, _Entry] = field(default_factory=dict)
     _since_take: Counter[str] = field(default_factory=Counter)  # the same, since the last batch
-    _requeued: list[Prompt] = field(default_factory=list)
     _steps_taken: int = 0
 
     @property
@@ -74,10 +73,6 @@ class RolloutLedger:
         steps = min(self.finished + self.max_staleness + 1, self.num_rollout)
         in_budget = self._since_take["admitted"] < self.max_gen_batches * self.batch_size
         return in_budget and self._placed < steps * self.batch_size
-
-    def requeued(self) -> Prompt | None:
-        """The next prompt that an earlier life of the run had admitted and not trained on."""
-        return self._requeued.pop(0) if self._requeued else None
 
     def admit(self, prompt: Prompt) -> int:
         """Reserve a place and return the partition. The caller has asked `may_admit` just before."""
@@ -109,7 +104,7 @@ class RolloutLedger:
         ready = sorted(ready, key=lambda entry: (entry.partition, entry.prompt.uid))[: self.batch_size]
         if len(ready) == self.batch_size and self._in_time(step, ready):
             return self._taken(ready)
-        if self.in_flight or not (self.exhausted and not self._requeued) and self.may_admit():
+        if self.in_flight or (not self.exhausted and self.may_admit()):
             return None
         if self.exhausted and ready:
             return self._taken(ready)
@@ -122,25 +117,22 @@ class RolloutLedger:
             raise LocalProtocolError(f"step {step} finished out of order, expected {self.finished}")
         self.finished = step + 1
 
+    def pending(self) -> list[int]:
+        """Uids of the groups that are admitted and not trained on: a resumed run draws these prompts first."""
+        return sorted(self._entries)
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint after a finished step needs: the step, and the prompts that are admitted and untrained."""
-        pending = [entry.prompt.uid for entry in self._entries.values()] + [p.uid for p in self._requeued]
-        return {"finished": self.finished, "counts": dict(self.counts), "pending": sorted(pending)}
+        """What a checkpoint after a finished step needs, besides `pending`."""
+        return {"finished": self.finished, "counts": dict(self.counts)}
 
-    def pending(self) -> list[Prompt]:
-        """The prompts behind `state()["pending"]`, in the order drawn."""
-        prompts = [entry.prompt for entry in self._entries.values()] + self._requeued
-        return sorted(prompts, key=lambda prompt: prompt.uid)
-
-    def restore(self, state: Mapping[str, Any], pending: Iterable[Prompt]) -> None:
-        """Go on after `state`; `pending` prompts are issued again before any new one is drawn."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after `state`, with nothing in flight."""
         self.finished = self._steps_taken = int(state["finished"])
         self.counts = Counter(state["counts"])
-        self._requeued = list(pending)
 
     @property
     def _placed(self) -> int:
-        """Places in use: a full batch for each step taken (also a smaller one at the end of the data), and the live groups."""
+        """Places in use: a full batch for each step taken, however many groups it had, and the live groups."""
         return self._steps_taken * self.batch_size + len(self._entries)
 
     def _in_time(self, step: int, batch: list[_Entry]) -> bool:

@@ -1,0 +1,122 @@
+"""The engines as one: routing, the gate that holds new prompts back, and how long engines stood idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from hybridasync.drivers.notify import Changed
+from hybridasync.ports import InferenceServer, Sidecar
+from hybridasync.protocol.routing import EngineState, choose
+from hybridasync.types import Completion, SamplingParams
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine: its data plane, its control plane, and what we know of it."""
+
+    server: InferenceServer
+    sidecar: Sidecar
+    state: EngineState = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.state = EngineState(self.server.name)
+
+    @property
+    def name(self) -> str:
+        return self.state.name
+
+
+class Fleet:
+    """Owner of every engine's routing state."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+        self.changed = Changed()
+        self._by_name = {engine.name: engine for engine in engines}
+        self._held = 0
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return sum(engine.state.in_flight for engine in self.engines)
+
+    @property
+    def verified(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.state.version is not None]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it no rollout request starts. Requests that run already go on."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+            self.changed.notify()
+
+    async def generate(
+        self, rid: str, input_ids: Sequence[int], params: SamplingParams, *, gated: bool = True
+    ) -> tuple[Completion, ...]:
+        """n completions from the least loaded verified engine; waits until there is one.
+
+        `gated` False goes through a held gate: evaluation is sent before sampling goes on (U9).
+        """
+        engine = await self._admitted(gated)
+        self._busy()
+        engine.state.in_flight += 1
+        finished = False
+        try:
+            completions = await engine.server.generate(rid, input_ids, params)
+            finished = True
+            return completions
+        finally:
+            if not finished:
+                await self._abort(engine, rid)
+            engine.state.in_flight -= 1
+            self._maybe_idle()
+            self.changed.notify()
+
+    async def drained(self) -> None:
+        """Returns once nothing is in flight."""
+        while self.in_flight:
+            await self.changed.wait()
+
+    def take_idle_s(self) -> float:
+        """Seconds with nothing in flight since the last call."""
+        if self._idle_since is not None:
+            now = anyio.current_time()
+            self._idle_s += now - self._idle_since
+            self._idle_since = now
+        idle, self._idle_s = self._idle_s, 0.0
+        return idle
+
+    async def _admitted(self, gated: bool) -> Engine:
+        while True:
+            state = None if gated and self._held else choose(engine.state for engine in self.engines)
+            if state is not None:
+                return self._by_name[state.name]
+            self._maybe_idle()
+            await self.changed.wait()
+
+    async def _abort(self, engine: Engine, rid: str) -> None:
+        # Shielded: a server notices a closed connection seconds later, and computes for nobody until then.
+        with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+            await engine.server.abort(rid)
+
+    def _busy(self) -> None:
+        if self._idle_since is not None:
+            self._idle_s += anyio.current_time() - self._idle_since
+            self._idle_since = None
+
+    def _maybe_idle(self) -> None:
+        if self.in_flight == 0 and self._idle_since is None:
+            self._idle_since = anyio.current_time()
+
+
+ABORT_DEADLINE_S = 1.0
+"""An abort is a courtesy to the engine; a dead one must not delay the exit of a run with hundreds of requests."""

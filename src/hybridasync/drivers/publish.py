@@ -1,0 +1,262 @@
+"""The publication saga: pause, swap, verify, resume. Each pause that may have happened is followed by a resume.
+
+    export ─▶ hold the gate ─▶ incur debts ─▶ pause all ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit or quarantine
+
+What can be done while the engines generate (the export) is done before the pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+
+from hybridasync.config.models import PublicationSection
+from hybridasync.drivers.fleet import Engine, Fleet
+from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed
+from hybridasync.ports import Journal, MetricSink, Trainer
+from hybridasync.protocol.debts import Debts
+from hybridasync.types import PauseMode, PublicationResult, WeightSnapshot
+
+END_ATTEMPTS = 3
+"""R98. With one second between; all engines at once, all attempts inside `resume_budget_s`."""
+
+POLL_S = 0.05
+"""Between two questions whether an engine is ready to pause. R57 polls each second; a loopback call costs 1 ms."""
+
+
+@dataclass(slots=True)
+class _Saga:
+    """What one publication has found out so far."""
+
+    txn: str
+    paused: list[Engine] = field(default_factory=list)
+    verified: list[Engine] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)  # engine → what went wrong
+    touched: set[str] = field(default_factory=set)  # engines whose weights may have changed
+    asked_at: float = 0.0
+    paused_at: float = 0.0
+    loaded_at: float = 0.0
+    verified_at: float = 0.0
+    resumed_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PublishParts:
+    """What the saga works with; all of it is owned by `app.py`."""
+
+    fleet: Fleet
+    trainer: Trainer
+    journal: Journal
+    debts: Debts
+    sink: MetricSink
+
+
+class Publisher:
+    """One publication at a time. `session` is 32 hex digits, fixed for this controller process (R59)."""
+
+    def __init__(self, settings: PublicationSection, parts: PublishParts, *, session: str, mode: PauseMode) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._session = session
+        self._mode = mode
+        self._sequence = 0
+        self._lock = anyio.Lock()
+
+    async def publish(self, version: int, path: str, *, step: int | None) -> PublicationResult:
+        """Bring weight version `version` of the trainer to every engine, by way of the folder `path`.
+
+        Raises PublicationFailed when not one engine serves it afterwards, CompensationFailed when a resume isn't
+        confirmed and fencing didn't help. Some engines missing is a degraded result, not an error (R63, R66).
+        """
+        async with self._lock:
+            started = anyio.current_time()
+            snapshot = await self._parts.trainer.export_weights(version, path)
+            with self._parts.fleet.held():
+                await self._drain()
+                saga = await self._swap_under_pause(snapshot)
+                self._readmit(saga, version)
+            result = _result(saga, snapshot, step=step, prepare_s=saga.asked_at - started)
+            self._parts.sink.publication(result)
+            if not saga.verified:
+                details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items())
+                raise PublicationFailed(version, [], list(saga.failures), details)
+            return result
+
+    async def _drain(self) -> None:
+        if self._mode == "drain":
+            with anyio.fail_after(self._settings.drain_timeout_s):
+                await self._parts.fleet.drained()
+
+    async def _swap_under_pause(self, snapshot: WeightSnapshot) -> _Saga:
+        saga = _Saga(self._next_txn(), asked_at=anyio.current_time())
+        engines = self._parts.fleet.engines
+        self._incur(engines, saga.txn)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for engine in engines:
+                    tasks.start_soon(self._pause, engine, saga)
+            saga.paused_at = anyio.current_time()
+            async with self._lease_kept(saga), anyio.create_task_group() as tasks:
+                for engine in saga.paused:
+                    tasks.start_soon(self._load, engine, saga, snapshot)
+            saga.loaded_at = anyio.current_time()
+            async with anyio.create_task_group() as tasks:
+                for engine in [e for e in saga.paused if e.name not in saga.failures]:
+                    tasks.start_soon(self._verify, engine, saga, snapshot)
+            saga.verified_at = anyio.current_time()
+        finally:
+            self._quarantine_doubtful(saga)
+            # Shielded: cancelled here, an engine would stay paused for ever.
+            with anyio.CancelScope(shield=True):
+                await self._end_all(saga)
+        return saga
+
+    async def _pause(self, engine: Engine, saga: _Saga) -> None:
+        deadline = anyio.current_time() + self._settings.drain_timeout_s
+        try:
+            while True:
+                # Shielded with a deadline: a pause that was sent and then abandoned may take effect after its resume.
+                with anyio.fail_after(self._settings.rollout_http_timeout, shield=True):
+                    if await engine.sidecar.pause(saga.txn, self._mode, self._settings.lease_s):
+                        saga.paused.append(engine)
+                        return
+                if anyio.current_time() > deadline:
+                    saga.failures[engine.name] = f"not ready to pause within {self._settings.drain_timeout_s:g} s"
+                    return
+                await anyio.sleep(POLL_S)
+        except NotSent as error:
+            self._settle(engine.name, saga.txn, "not sent")
+            saga.failures[engine.name] = str(error)
+        except (EngineError, TimeoutError) as error:
+            saga.failures[engine.name] = f"pause: {error or 'no answer in time'}"
+
+    @asynccontextmanager
+    async def _lease_kept(self, saga: _Saga) -> AsyncIterator[None]:
+        async def renew() -> None:
+            while True:
+                await anyio.sleep(self._settings.lease_s / 3)
+                for engine in list(saga.paused):
+                    try:
+                        await engine.sidecar.renew(saga.txn, self._settings.lease_s)
+                    except EngineError as error:
+                        saga.failures.setdefault(engine.name, f"lease: {error}")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(renew)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _load(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
+        saga.touched.add(engine.name)
+        try:
+            await engine.server.update_weights(snapshot)
+        except EngineError as error:
+            saga.failures[engine.name] = f"load: {error}"
+
+    async def _verify(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
+        """Version and checksum read back; any doubt means torn (R55, U15)."""
+        try:
+            version = await engine.server.weight_version()
+            if version != str(snapshot.version):
+                saga.failures[engine.name] = f"serves version {version}, not {snapshot.version}"
+                return
+            differing = _differing(await engine.server.checksums(), snapshot.checksums)
+        except EngineError as error:
+            saga.failures[engine.name] = f"verify: {error}"
+            return
+        if differing:
+            saga.failures[engine.name] = f"checksum differs for {', '.join(differing[:3])} ({len(differing)} in all)"
+        else:
+            saga.verified.append(engine)
+
+    def _quarantine_doubtful(self, saga: _Saga) -> None:
+        """Before the resume, so that no prompt reaches an engine that may be half-updated (law 4)."""
+        verified = {engine.name for engine in saga.verified}
+        for engine in self._parts.fleet.engines:
+            if engine.name in saga.touched and engine.name not in verified:
+                engine.state.quarantine(saga.failures.get(engine.name, "the swap was interrupted"))
+
+    def _readmit(self, saga: _Saga, version: int) -> None:
+        for engine in saga.verified:
+            engine.state.verified(version)
+        for name, why in saga.failures.items():
+            self._parts.sink.event("publication_degraded", engine=name, version=version, cause=why)
+
+    async def _end_all(self, saga: _Saga) -> None:
+        owed = self._parts.debts.owed(saga.txn)
+        with anyio.move_on_after(self._settings.resume_budget_s):
+            async with anyio.create_task_group() as tasks:
+                for engine in self._parts.fleet.engines:
+                    if engine.name in owed:
+                        tasks.start_soon(self._end, engine, saga.txn)
+        saga.resumed_at = anyio.current_time()
+        left = self._parts.debts.owed(saga.txn)
+        if left:
+            await self._last_resort([e for e in self._parts.fleet.engines if e.name in left], saga)
+
+    async def _end(self, engine: Engine, txn: str) -> None:
+        timeout = self._settings.resume_budget_s / END_ATTEMPTS
+        for attempt in range(END_ATTEMPTS):
+            try:
+                with anyio.fail_after(timeout):
+                    await engine.sidecar.end(txn)
+            except (EngineError, TimeoutError) as error:
+                self._parts.sink.event("resume_failed", engine=engine.name, attempt=attempt + 1, cause=str(error))
+                await anyio.sleep(min(1.0, timeout / END_ATTEMPTS))
+            else:
+                self._settle(engine.name, txn, "ended")
+                return
+
+    async def _last_resort(self, engines: Sequence[Engine], saga: _Saga) -> None:
+        """U1: fence what can't be resumed; if that fails too, the run ends with exit code 3."""
+        for engine in engines:
+            engine.state.quarantine("its resume was never confirmed")
+            saga.failures[engine.name] = engine.state.reason
+            saga.verified = [e for e in saga.verified if e is not engine]
+            if self._settings.on_ambiguous_pause == "fence":
+                with anyio.move_on_after(self._settings.resume_budget_s):
+                    try:
+                        await engine.sidecar.fence()
+                        self._settle(engine.name, saga.txn, "fenced")
+                    except EngineError as error:
+                        self._parts.sink.event("fence_failed", engine=engine.name, cause=str(error))
+        left = self._parts.debts.owed(saga.txn)
+        if left and self._settings.on_ambiguous_pause != "degrade":
+            raise CompensationFailed(sorted(left))
+
+    def _incur(self, engines: Sequence[Engine], txn: str) -> None:
+        """Law 3: recorded, on disk, before the first byte leaves."""
+        for engine in engines:
+            self._parts.journal.append(self._parts.debts.incur(engine.name, txn))
+
+    def _settle(self, engine: str, txn: str, how: str) -> None:
+        self._parts.journal.append(self._parts.debts.settle(engine, txn, how))
+
+    def _next_txn(self) -> str:
+        txn = f"ha1:{self._session}:{self._sequence}"
+        self._sequence += 1
+        return txn
+
+
+def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
+    """Names whose checksums differ, or that only one side has."""
+    return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
+
+
+def _result(saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, prepare_s: float) -> PublicationResult:
+    return PublicationResult(
+        version=snapshot.version,
+        step=step,
+        engines=tuple(engine.name for engine in saga.verified),
+        prepare_s=prepare_s,
+        wait_s=max(0.0, saga.paused_at - saga.asked_at),
+        transfer_s=max(0.0, saga.loaded_at - saga.paused_at),
+        verify_s=max(0.0, saga.verified_at - saga.loaded_at),
+        resume_s=max(0.0, saga.resumed_at - saga.verified_at),
+        pause_s=max(0.0, saga.resumed_at - saga.asked_at),
+        bytes=snapshot.bytes,
+        degraded=bool(saga.failures),
+    )

@@ -1,0 +1,196 @@
+"""The training loop: batch → train step → publish → evaluate → checkpoint, one step at a time.
+
+It is the only owner of the step number. What is due after a step is decided in `schedule.py` and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from hybridasync.algorithms.assembly import advantages_of, to_train_samples
+from hybridasync.algorithms.filters import has_signal
+from hybridasync.config.models import Config
+from hybridasync.drivers.checkpointing import Checkpointing
+from hybridasync.drivers.evaluation import Evaluation
+from hybridasync.drivers.fleet import Fleet
+from hybridasync.drivers.publish import Publisher
+from hybridasync.drivers.rollout import Rollout
+from hybridasync.drivers.stepmetrics import batch_metrics
+from hybridasync.errors import LocalProtocolError, PublicationFailed
+from hybridasync.ports import MetricSink, Trainer
+from hybridasync.schedule import Schedule
+from hybridasync.types import EvalResult, Group, PublicationResult, TrainBatch
+
+EVAL_WAIT_S = 1800.0
+"""R52: the longest wait for a previous evaluation; after it, warn and go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """What the loop works with; all of it is owned by `app.py`."""
+
+    rollout: Rollout
+    fleet: Fleet
+    trainer: Trainer
+    publisher: Publisher
+    evaluation: Evaluation | None
+    checkpointing: Checkpointing
+    sink: MetricSink
+    weights_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did, for whoever drives the run."""
+
+    step: int
+    metrics: Mapping[str, float]
+    publication: PublicationResult | None
+    saved: str | None
+
+
+class TrainingLoop:
+    """`one_step` until it returns None. `background` is the run's task group: evaluations go on there."""
+
+    def __init__(self, config: Config, schedule: Schedule, parts: LoopParts, background: TaskGroup) -> None:
+        self._config = config
+        self._schedule = schedule
+        self._parts = parts
+        self._background = background
+        self._evaluated = anyio.Event()
+        self._evaluated.set()
+        self.step = 0  # the next one
+        self.version = 0
+        self.publications = 0
+        self.samples_trained = 0
+        self.evaluations: list[EvalResult] = []
+
+    async def begin(self) -> None:
+        """The initial publication (R13) and, where configured, the evaluation before training (R50)."""
+        await self.publish(None)
+        resumed = self.step > 0
+        if self._parts.evaluation and not resumed and not self._config.eval.skip_eval_before_train:
+            await self.evaluate()
+
+    async def one_step(self) -> Step | None:
+        """None once all steps are done, with the last evaluation and checkpoint finished."""
+        if self.step >= self._schedule.num_rollout:
+            await self._evaluated.wait()
+            return None
+        step, started = self.step, anyio.current_time()
+        groups = await self._parts.rollout.take(step)
+        waited = anyio.current_time() - started
+        metrics = await self._train(step, groups)
+        self.step = self.version = step + 1
+        publication, saved = await self._after(step)
+        metrics |= {
+            "train_wait_s": waited,
+            "engine_idle_s": self._parts.fleet.take_idle_s(),
+            "publish_s": publication.prepare_s + publication.pause_s if publication else 0.0,
+            "pause_ms": 1000 * publication.pause_s if publication else 0.0,
+            "step_s": anyio.current_time() - started,
+            "publications": float(self.publications),
+            "weight_version": float(self.version),
+            "in_flight": float(self._parts.fleet.in_flight),
+        }
+        metrics["response_tok_s"] = metrics["response_tokens_sum"] / metrics["step_s"]
+        metrics["samples_s"] = metrics["samples"] / metrics["step_s"]
+        self._parts.sink.step(step, metrics)
+        return Step(step, metrics, publication, saved)
+
+    async def publish(self, step: int | None) -> PublicationResult | None:
+        """Publish the trainer's weights now. None: no engine took them, and training goes on (R63, R66)."""
+        with anyio.move_on_after(EVAL_WAIT_S):
+            await self._evaluated.wait()
+        path = str(self._parts.weights_dir / f"version-{self.version:06d}")
+        try:
+            result = await self._parts.publisher.publish(self.version, path, step=step)
+        except PublicationFailed as error:
+            if not self._parts.fleet.verified:
+                raise
+            self._parts.sink.event("publication_skipped", level="warning", version=self.version, cause=str(error))
+            return None
+        self.publications += 1
+        return result
+
+    async def evaluate(self) -> EvalResult | None:
+        """Evaluate now, and wait for the result."""
+        if self._parts.evaluation is None:
+            raise LocalProtocolError("evaluation isn't configured: set eval.eval_prompt_data")
+        result = await self._parts.evaluation.run(self.step)
+        if result is not None:
+            self.evaluations.append(result)
+        return result
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "version": self.version,
+            "publications": self.publications,
+            "samples_trained": self.samples_trained,
+            "rollout": self._parts.rollout.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.step = int(state["step"])
+        self.version = int(state["version"])
+        self.publications = int(state["publications"])
+        self.samples_trained = int(state["samples_trained"])
+        self._parts.rollout.restore(state["rollout"])
+
+    async def _train(self, step: int, groups: tuple[Group, ...]) -> dict[str, float]:
+        algorithm = self._config.algorithm
+        trained = groups
+        if algorithm.filter_zero_variance and not algorithm.refill:
+            trained = tuple(group for group in groups if has_signal(group, self._config))
+        batch = TrainBatch(step, "policy", to_train_samples(trained, self._config))
+        started = anyio.current_time()
+        result = await self._parts.trainer.train_step(batch)
+        self.samples_trained += len(batch.samples)
+        advantages = zip(trained, advantages_of(trained, self._config), strict=True)
+        self._parts.sink.samples(step, trained, {group.prompt.uid: values for group, values in advantages})
+        metrics = batch_metrics(step, groups, trained)
+        counts = self._parts.rollout.counts
+        metrics |= {
+            "groups_filtered": float(counts["groups_filtered"] + len(groups) - len(trained)),
+            "groups_dropped": float(counts["groups_dropped"]),
+            "framework_s": anyio.current_time() - started,
+            "samples_trained": float(self.samples_trained),
+        }
+        counts.clear()
+        return metrics | dict(result.metrics)
+
+    async def _after(self, step: int) -> tuple[PublicationResult | None, str | None]:
+        """Publication, evaluation and checkpoint of a finished step; then its slots are free.
+
+        A step without a publication touches nothing on the rollout side (R11): pausing without the matching end would
+        leave the engines standing.
+        """
+        publication = None
+        if self._schedule.publish_due(step):
+            publication = await self.publish(step)
+        if self._parts.evaluation and self._schedule.eval_due(step):
+            self._evaluated = anyio.Event()
+            await self._background.start(self._evaluate_in_background)
+        self._parts.rollout.finish(step)
+        saved = None
+        if self._schedule.save_due(step):
+            saved = await self._parts.checkpointing.save(self.step, self.state())
+        return publication, saved
+
+    async def _evaluate_in_background(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        evaluation, event = self._parts.evaluation, self._evaluated
+        if evaluation is None:
+            return
+        try:
+            result = await evaluation.run(self.step, task_status=task_status)
+            if result is not None:
+                self.evaluations.append(result)
+        finally:
+            event.set()
