@@ -1,0 +1,320 @@
+"""Both ends' part of torch RPC: joining the job, and the worker's queue of calls. No Megatron, no event loop.
+
+RPC carries small control messages only. It doesn't keep the order of calls in flight and runs handlers on a pool of
+threads, so a handler here never works: it files the call under the controller's sequence number, and the worker's MAIN
+thread takes calls off the queue in that order (signal handlers and the CUDA context then are where Megatron expects
+them). Exceptions never travel through torch, which loses their type and fields: every operation answers an envelope.
+
+RPC has no authentication: whoever reaches its port may run code as this user. Keep network.interface private.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pickle
+import queue
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn, TypedDict
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but without types
+from torch.distributed import rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from hybridasync import errors
+
+CONTROLLER = "controller"
+SHUTDOWN = "shutdown"
+LOST_CONTROLLER_EXIT_CODE = 1
+
+_RENDEZVOUS_SCHEME = "hybridasync"
+_RPC_THREADS = 4
+"""Handlers only enqueue, so a few suffice; more would only add idle threads to every process."""
+
+
+def worker_name(rank: int) -> str:
+    """RPC name of a worker; `rank` is its rank in the job (1..N)."""
+    return f"worker{rank}"
+
+
+# --- joining -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """This process's place in the job. `store` is the job's rendezvous store, the same for all attempts."""
+
+    rank: int  # 0 is the controller
+    world_size: int  # workers + 1
+    attempt: int  # restarts so far: old keys of the store must not be found again
+    store: Store
+    interface: str
+    start_timeout_s: float
+
+    def prefixed(self, name: str) -> Store:
+        """A name space of the store for this attempt alone."""
+        return PrefixStore(f"attempt_{self.attempt}/{name}", self.store)
+
+    @property
+    def worker_ranks(self) -> range:
+        return range(1, self.world_size)
+
+
+def choose_interface(interface: str) -> None:
+    """Bind RPC and gloo to one network interface; must come before either is initialised. Raises ConfigError."""
+    known = [name for _, name in socket.if_nameindex()]
+    if interface not in known:
+        raise errors.ConfigError(
+            f"no interface {interface!r} here; there are {', '.join(known)}", setting="network.interface"
+        )
+    os.environ["TP_SOCKET_IFNAME"] = interface
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def report_joined(member: Membership) -> None:
+    """Say that this rank has started, so that the controller can name one that hasn't."""
+    member.prefixed("joined").set(str(member.rank), str(os.getpid()))
+
+
+def report_failed(member: Membership, error: BaseException) -> None:
+    """Say why this rank won't join."""
+    member.prefixed("failed").set(str(member.rank), json.dumps(failure(error, rank=member.rank)))
+
+
+def missing_workers(member: Membership) -> list[int]:
+    """Ranks that haven't started yet."""
+    joined = member.prefixed("joined")
+    return [rank for rank in member.worker_ranks if not joined.check([str(rank)])]
+
+
+def failed_worker(member: Membership) -> Envelope | None:
+    """The envelope of a worker that gave up before it joined."""
+    failed = member.prefixed("failed")
+    for rank in member.worker_ranks:
+        if failed.check([str(rank)]):
+            envelope: Envelope = json.loads(failed.get(str(rank)))
+            return envelope
+    return None
+
+
+def open_gate(member: Membership) -> None:
+    """The controller lets all ranks go into RPC's barrier, which names nobody when it fails: see `missing_workers`."""
+    member.prefixed("gate").set("open", "1")
+
+
+def await_gate(member: Membership) -> None:
+    """A worker waits until all others have started."""
+    member.prefixed("gate").wait(["open"], timedelta(seconds=member.start_timeout_s))
+
+
+def initialise(member: Membership) -> None:
+    """Join RPC. Blocks until every rank does so, `start_timeout_s` seconds at the most."""
+    choose_interface(member.interface)
+    _Rendezvous.member = member
+    if not _Rendezvous.registered:
+        register_rendezvous_handler(_RENDEZVOUS_SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
+        _Rendezvous.registered = True
+    # torch counts initialisations of a process and puts the count into its keys. Ranks needn't have the same history
+    # (a script may make one run after the other, each with new workers); our stores are distinct anyway.
+    rpc._init_counter = 0
+    # uv and basic: the default transports busy-poll a core in every process.
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{_RENDEZVOUS_SCHEME}://",
+        num_worker_threads=_RPC_THREADS,
+        rpc_timeout=member.start_timeout_s,
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    name = worker_name(member.rank) if member.rank else CONTROLLER
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of a raw gloo group
+        rpc.init_rpc(  # type: ignore[no-untyped-call]
+            name, rank=member.rank, world_size=member.world_size, rpc_backend_options=options
+        )
+
+
+class _Rendezvous:
+    """torch finds a rendezvous by a URL scheme, registered once per process: what it answers has to live here."""
+
+    member: Membership
+    registered = False
+
+
+def _rendezvous(_url: str, **_options: object) -> Iterator[tuple[Store, int, int]]:
+    member = _Rendezvous.member
+    yield member.prefixed("rpc"), member.rank, member.world_size
+
+
+# --- envelopes -----------------------------------------------------------------------------------------------------
+
+
+class Envelope(TypedDict, total=False):
+    """What an operation answers: `value` when ok, else what is known of the error, as plain text."""
+
+    ok: bool
+    rank: int
+    value: bytes  # pickled
+    type: str  # nearest class of errors.py, or the exception's own name
+    message: str
+    traceback: str
+    retryable: bool  # nothing was changed on this rank
+    setting: str | None
+
+
+_UNCHANGING = (errors.ConfigError, errors.CheckpointError, errors.DataError)
+
+
+def success(value: object, *, rank: int) -> Envelope:
+    """Raises what pickle raises."""
+    return {"ok": True, "rank": rank, "value": pickle.dumps(value, pickle.HIGHEST_PROTOCOL)}
+
+
+def failure(error: BaseException, *, rank: int) -> Envelope:
+    kind = next((cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__), type(error))
+    setting = getattr(error, "setting", None)
+    message = str(error)
+    return {
+        "ok": False,
+        "rank": rank,
+        "type": kind.__name__,
+        "message": message.removeprefix(f"{setting}: ") if setting else message,
+        "traceback": "".join(traceback.format_exception(error)),
+        "retryable": isinstance(error, _UNCHANGING),
+        "setting": setting,
+    }
+
+
+# --- the worker's end ----------------------------------------------------------------------------------------------
+
+Operation = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    name: str
+    payload: bytes  # pickled tuple of arguments
+    answer: torch.futures.Future[Envelope]
+
+
+class Endpoint:
+    """Calls in the controller's order. RPC threads `submit`, the main thread `serve`s."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._lock = threading.Lock()
+        self._next = 0
+        self._early: dict[int, _Call] = {}  # arrived before one with a lower number
+        self._due: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._busy: tuple[str, float] | None = None
+
+    def submit(self, seq: int, name: str, payload: bytes) -> torch.futures.Future[Envelope]:
+        """File a call. A number that was used already is answered with LocalProtocolError and never runs again."""
+        call = _Call(name, payload, torch.futures.Future())
+        with self._lock:
+            if seq < self._next or seq in self._early:
+                error = errors.LocalProtocolError(f"call {seq} ({name}) was sent twice; the next one is {self._next}")
+                call.answer.set_result(failure(error, rank=self.rank))
+                return call.answer
+            self._early[seq] = call
+            while (due := self._early.pop(self._next, None)) is not None:
+                self._next += 1
+                self._due.put(due)
+        return call.answer
+
+    def serve(self, operations: Mapping[str, Operation]) -> None:
+        """Carry out calls in the calling thread until one named SHUTDOWN, which is carried out too if it is there."""
+        while True:
+            call = self._due.get()
+            self._busy = (call.name, time.monotonic())
+            call.answer.set_result(self._run(call, operations))
+            self._busy = None
+            if call.name == SHUTDOWN:
+                return
+
+    def status(self) -> dict[str, object]:
+        busy = self._busy
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "operation": busy[0] if busy else None,
+            "seconds": time.monotonic() - busy[1] if busy else 0.0,
+            "calls": self._next,
+        }
+
+    def _run(self, call: _Call, operations: Mapping[str, Operation]) -> Envelope:
+        try:
+            if call.name not in operations:
+                raise errors.LocalProtocolError(f"no operation {call.name!r}; there are {', '.join(operations)}")
+            return success(operations[call.name](*pickle.loads(call.payload)), rank=self.rank)
+        except BaseException as error:  # noqa: BLE001  # SystemExit too: the controller waits for an answer
+            return failure(error, rank=self.rank)
+
+
+class _Process:
+    """A remote function is found by its name, so what it acts on can't be passed to it: it lives here."""
+
+    endpoint: Endpoint | None = None
+    held: list[torch.futures.Future[None]] = []  # noqa: RUF012  # never answered; see `lifeline`
+
+
+def install(endpoint: Endpoint) -> None:
+    """Make `endpoint` the one that this process's remote functions act on. Before `initialise`."""
+    _Process.endpoint = endpoint
+
+
+def _endpoint() -> Endpoint:
+    if _Process.endpoint is None:
+        raise errors.LocalProtocolError("this process isn't a worker")
+    return _Process.endpoint
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def call(seq: int, name: str, payload: bytes) -> torch.futures.Future[Envelope]:
+    """Remote: file an operation under its sequence number."""
+    return _endpoint().submit(seq, name, payload)
+
+
+def ping(silence_s: float) -> dict[str, object]:
+    """Remote: what this worker is doing. Unless the next one comes within `silence_s` seconds, the worker ends itself.
+
+    The C timer of faulthandler works even when a collective hangs or the GIL is held, and leaves all stacks in the log.
+    """
+    faulthandler.dump_traceback_later(silence_s, exit=True, file=sys.__stderr__ or sys.stderr)
+    return _endpoint().status()
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def lifeline() -> torch.futures.Future[None]:
+    """Remote: never answers, so that its caller learns of this process's end at once, by the connection's."""
+    never: torch.futures.Future[None] = torch.futures.Future()
+    _Process.held.append(never)
+    return never
+
+
+def abandon(reason: str) -> NoReturn:
+    """Remote: end this worker now, whatever its main thread is stuck in."""
+    leave(reason)
+
+
+def leave(reason: str, *, code: int = LOST_CONTROLLER_EXIT_CODE) -> NoReturn:
+    """End the process from any thread, with all stacks in the log."""
+    sys.stderr.write(f"worker ends: {reason}\n")
+    sys.stderr.flush()
+    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+    os._exit(code)
+
+
+def end_with_controller() -> None:
+    """A worker's guard: ends this process as soon as the connection to the controller breaks."""
+    tie = rpc.rpc_async(CONTROLLER, lifeline, timeout=0)
+    tie.add_done_callback(lambda _: leave("the controller is gone"))
