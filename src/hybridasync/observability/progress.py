@@ -152,7 +152,7 @@ class RichProgress:
         self._live: Live | None = None
 
     def phase(self, name: str, total: int | None = None, *, completed: int = 0, waiting_for: str = "") -> None:
-        self._finish_task()
+        self._finish_task(reached_its_end=True)
         waiting = _until(waiting_for).lstrip(", ")
         self._task = self._bars.add_task(name, total=total, completed=completed, waiting=waiting)
         self._metrics.clear()
@@ -180,13 +180,13 @@ class RichProgress:
     def close(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
-            self._finish_task()
+            self._finish_task(reached_its_end=False)
             with _unharmed():
                 live.stop()
 
-    def _finish_task(self) -> None:
+    def _finish_task(self, *, reached_its_end: bool) -> None:
         if self._task is not None:
-            if self._bars.tasks[self._task].total is None:
+            if reached_its_end and self._bars.tasks[self._task].total is None:
                 self._bars.update(self._task, total=1, completed=1)
             self._bars.update(self._task, waiting="")
             self._bars.stop_task(self._task)
