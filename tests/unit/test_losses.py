@@ -160,8 +160,8 @@ def test_metrics_describe_the_policy_against_old_and_engine() -> None:
 def test_c43_log_probs_are_at_the_sampling_temperature() -> None:
     """Logits (2, 0): at T = 0.5 -0.018150 and -4.018150, at T = 1 -0.126928 and -2.126928."""
     logits = torch.tensor([[2.0, 0.0], [2.0, 0.0]])
-    half, _ = token_logprobs(logits, torch.tensor([0, 1]), temperature=0.5, vocab_size=2)
-    one, _ = token_logprobs(logits, torch.tensor([0, 1]), temperature=1.0, vocab_size=2)
+    half, _ = token_logprobs(logits, torch.tensor([0, 1]), temperature=0.5)
+    one, _ = token_logprobs(logits, torch.tensor([0, 1]), temperature=1.0)
     torch.testing.assert_close(half, torch.tensor([-0.018150, -4.018150]), atol=1e-6, rtol=0)
     torch.testing.assert_close(one, torch.tensor([-0.126928, -2.126928]), atol=1e-6, rtol=0)
     assert logits.tolist() == [[2.0, 0.0], [2.0, 0.0]]
@@ -170,7 +170,8 @@ def test_c43_log_probs_are_at_the_sampling_temperature() -> None:
 def test_c44_padded_vocabulary_has_no_probability() -> None:
     """Ten real tokens in sixteen columns, all logits equal: -ln 10, not -ln 16; the entropy is ln 10."""
     logits = torch.zeros(3, 16, requires_grad=True)
-    logprobs, entropy = token_logprobs(logits, torch.tensor([0, 5, 9]), temperature=1.0, vocab_size=10)
+    masked = logits.masked_fill(torch.arange(16) >= 10, -1e9)
+    logprobs, entropy = token_logprobs(masked, torch.tensor([0, 5, 9]), temperature=1.0)
     (logprobs.sum() + entropy.sum()).backward()
     torch.testing.assert_close(logprobs.detach(), torch.full((3,), -math.log(10)))
     torch.testing.assert_close(entropy.detach(), torch.full((3,), math.log(10)))
@@ -185,7 +186,7 @@ def test_log_prob_and_entropy_have_the_gradients_of_plain_torch() -> None:
     targets = torch.randint(0, 11, (7,), generator=generator)
     weights = torch.randn(2, 7, generator=generator)
     mine, plain = base.clone().requires_grad_(), base.clone().requires_grad_()
-    logprobs, entropy = token_logprobs(mine, targets, temperature=0.7, vocab_size=11)
+    logprobs, entropy = token_logprobs(mine, targets, temperature=0.7)
     full = (plain / 0.7).log_softmax(-1)
     expected = full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
     torch.testing.assert_close(logprobs, expected[0])
@@ -193,5 +194,5 @@ def test_log_prob_and_entropy_have_the_gradients_of_plain_torch() -> None:
     (weights[0] * logprobs + weights[1] * entropy).sum().backward()
     (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
     torch.testing.assert_close(mine.grad, plain.grad)
-    coarse, _ = token_logprobs(base.bfloat16(), targets, temperature=0.7, vocab_size=11)
+    coarse, _ = token_logprobs(base.bfloat16(), targets, temperature=0.7)
     assert coarse.dtype == torch.float32

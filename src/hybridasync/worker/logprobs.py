@@ -1,7 +1,7 @@
 """Log-probs and entropies of chosen tokens from logits whose vocabulary is split over tensor-parallel ranks.
 
-"Log-prob" means the same here as in the engine: of the distribution softmax(logits / temperature) over the real
-vocabulary, padding excluded.
+"Log-prob" means the same here as in the engine: of the distribution softmax(logits / temperature). The model has
+given padded columns of the vocabulary a logit so low that their probability is 0.
 """
 
 from __future__ import annotations
@@ -67,23 +67,16 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float,
-    vocab_size: int,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, both [R] fp32 and differentiable.
 
     `logits` [R, V / tp] of this rank, any float type, left as they are; `targets` [R] ids of the whole vocabulary.
-    `vocab_size` is the number of real tokens: columns beyond it are padding and have probability 0.
     `group` is the tensor-parallel group, None when the vocabulary isn't split. Collective over `group`.
     """
     width = logits.size(-1)
     offset = 0 if group is None else group.rank() * width
     scaled = logits.float() / temperature
-    if offset + width > vocab_size:
-        real = max(0, vocab_size - offset)
-        padding = torch.arange(width, device=logits.device) >= real
-        # Not -inf: exp(-inf) * -inf is NaN in the entropy.
-        scaled = scaled.masked_fill(padding, torch.finfo(torch.float32).min / 2)
     local = targets - offset
     owned = (local >= 0) & (local < width)
     logprobs, entropy = _TokenLogProbs.apply(scaled, local.clamp(0, width - 1), owned, group)  # type: ignore[no-untyped-call]
