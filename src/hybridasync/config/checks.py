@@ -189,3 +189,16 @@ def evaluation_cancels_interval(config: Config) -> Iterator[Finding]:
             f"{every} is below update_weights_interval ({interval}): each evaluation publishes first, so weights are "
             f"published every {every} steps and not every {interval}",
         )
+
+
+def prepared_is_made(config: Config) -> Iterator[Finding]:
+    """A path in the prepared folder needs the function that fills it."""
+    if config.prepare.function is None:
+        for setting, value in (
+            ("model.hf_checkpoint", config.model.hf_checkpoint),
+            ("data.prompt_data", config.data.prompt_data),
+            ("warm_start.data", config.warm_start.data),
+            ("eval.eval_prompt_data", config.eval.eval_prompt_data),
+        ):
+            if value is not None and "{prepared}" in value:
+                yield Refuse(setting, f"{value!r} lies in the prepared folder, but prepare.function isn't set")

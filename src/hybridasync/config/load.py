@@ -1,4 +1,4 @@
-"""From a recipe and overrides to a `Config`: all errors of a recipe at once, each with its setting and what would do."""
+"""From a recipe and overrides to a `Config`: all errors at once, each with its setting and with what would do."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class RunSection(Section):
 
 
 class PrepareSection(Section):
-    """A function that makes what the recipe needs (a model, data files) under <run dir>/prepared, before the rest starts.
+    """A function that makes what the recipe needs (model, data files) under <run dir>/prepared, before the rest starts.
 
     Paths elsewhere in the recipe name that folder as {prepared}.
     """

@@ -33,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     checks.batch_splits_over_replicas,
     # Data and sampling.
     checks.prompts_given,
+    checks.prepared_is_made,
     checks.prompt_template_has_prompt,
     checks.warm_start_has_data,
     checks.sampling_is_untruncated,
