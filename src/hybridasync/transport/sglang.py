@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self, cast, get_args
 
 from hybridasync.errors import EngineError, RemoteProtocolError
-from hybridasync.transport.http import Endpoint, bearer
+from hybridasync.http import Endpoint, bearer
 from hybridasync.types import Completion, FinishReason, SamplingParams, VersionSpan, WeightSnapshot
 
 INITIAL_VERSION = "default"

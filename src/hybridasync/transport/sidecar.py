@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, cast, get_args
 
 from hybridasync.errors import RemoteProtocolError
-from hybridasync.transport.http import Endpoint, bearer
+from hybridasync.http import Endpoint, bearer
 from hybridasync.types import PauseMode, SidecarState, SidecarStatus
 
 T = TypeVar("T")

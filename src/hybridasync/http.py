@@ -1,4 +1,4 @@
-"""HTTP as the adapters need it: finite deadlines, no proxies, and errors that say whether the request happened.
+"""HTTP as the adapters and the sidecar need it: finite deadlines, no proxies, and errors that say whether the request happened.
 
 Two kinds of client, never shared (C09): the *control* client opens a connection for each call, so that a dead server is
 always a refused connection (proof that nothing was sent) and never a reset of a connection kept from before; the *data*
