@@ -147,7 +147,7 @@ class PromptStream:
     """`ports.PromptSource` over one data set: every epoch is a full pass in an order of its own, then it wraps.
 
     A prompt's uid is its position in the endless stream, epoch × size + offset: unique and increasing across wraps
-    (R118, R119), and the whole state is the next uid plus the uids that were drawn but not used.
+    (R118, R119), so that the next uid is the whole position.
     """
 
     def __init__(
@@ -158,7 +158,6 @@ class PromptStream:
         self._shuffle = shuffle
         self._num_epoch = num_epoch
         self._next_uid = 0
-        self._pending: list[int] = []  # drawn before the state was saved, never used; ascending
         self._order: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
@@ -166,18 +165,12 @@ class PromptStream:
 
     def draw(self) -> Prompt | None:
         """The next prompt; None after `num_epoch` passes."""
-        if self._pending:
-            return self.prompt_at(self._pending.pop(0))
-        if self._num_epoch is not None and self._next_uid >= self._num_epoch * len(self):
+        epoch, offset = divmod(self._next_uid, len(self))
+        if self._num_epoch is not None and epoch >= self._num_epoch:
             return None
-        prompt = self.prompt_at(self._next_uid)
+        prompt = self._dataset.prompt(self._epoch_order(epoch)[offset], uid=self._next_uid, epoch=epoch)
         self._next_uid += 1
         return prompt
-
-    def prompt_at(self, uid: int) -> Prompt:
-        """The prompt with this uid, the same in every run with these data, seed and shuffle setting."""
-        epoch, offset = divmod(uid, len(self))
-        return self._dataset.prompt(self._epoch_order(epoch)[offset], uid=uid, epoch=epoch)
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:
@@ -187,8 +180,8 @@ class PromptStream:
             self._order = (epoch, order)
         return self._order[1]
 
-    def state(self, unused: Iterable[int] = ()) -> dict[str, Any]:
-        """The position, as JSON. `unused` are uids drawn but not trained on; a restored stream draws them first."""
+    def state(self) -> dict[str, Any]:
+        """The position, as JSON: a restored stream draws the prompt that this one would draw next."""
         epoch, offset = divmod(self._next_uid, len(self))
         return {
             "format": STATE_FORMAT,
@@ -200,12 +193,11 @@ class PromptStream:
             "next_uid": self._next_uid,
             "epoch": epoch,
             "offset": offset,
-            "unused": sorted({*self._pending, *unused}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, or raise CheckpointError (unreadable), ConfigError (of other data) and stay."""
-        next_uid, unused = _checked_position(state)
+        next_uid = _checked_position(state)
         for key, mine in (
             ("size", len(self)),
             ("fingerprint", self._dataset.fingerprint),
@@ -219,18 +211,17 @@ class PromptStream:
                     f"or start a new run in another run.dir",
                     setting="data.prompt_data",
                 )
-        self._next_uid, self._pending = next_uid, unused
+        self._next_uid = next_uid
 
 
-def _checked_position(state: Mapping[str, Any]) -> tuple[int, list[int]]:
+def _checked_position(state: Mapping[str, Any]) -> int:
     remedy = "resume from an older checkpoint, or start a new run in another run.dir"
     if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
         raise CheckpointError(f"the checkpoint's data position isn't readable (format {STATE_FORMAT} needed): {remedy}")
-    missing = [key for key in ("size", "fingerprint", "seed", "shuffle", "next_uid", "unused") if key not in state]
+    missing = [key for key in ("size", "fingerprint", "seed", "shuffle", "next_uid") if key not in state]
     if missing:
         raise CheckpointError(f"the checkpoint's data position lacks {', '.join(missing)}: {remedy}")
-    next_uid, unused = state["next_uid"], state["unused"]
-    whole = isinstance(unused, list) and all(isinstance(uid, int) for uid in [next_uid, *unused])
-    if not whole or next_uid < 0 or any(not 0 <= uid < next_uid for uid in unused):
+    next_uid = state["next_uid"]
+    if isinstance(next_uid, bool) or not isinstance(next_uid, int) or next_uid < 0:
         raise CheckpointError(f"the checkpoint's data position makes no sense (next {next_uid!r}): {remedy}")
-    return next_uid, sorted(unused)
+    return next_uid
