@@ -120,3 +120,25 @@ class CompensationFailed(HybridAsyncError):
 
 class LocalProtocolError(Exception):
     """Our own bug. Outside the tree, so that `except HybridAsyncError` can't swallow it."""
+
+
+def leading_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error of a group that says what happened; the others become notes on it."""
+    leaves = sorted(_leaves(group), key=_weight)
+    leading = leaves[0]
+    for other in leaves[1:]:
+        if isinstance(other, Exception) and str(other) != str(leading):
+            leading.add_note(f"also: {type(other).__name__}: {other}")
+    return leading
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]
+
+
+def _weight(error: BaseException) -> int:
+    """A failed compensation is never hidden; a cancellation explains nothing."""
+    order = (CompensationFailed, LocalProtocolError, ConfigError, WorkerLost, HybridAsyncError, Exception)
+    return next((rank for rank, kind in enumerate(order) if isinstance(error, kind)), len(order))

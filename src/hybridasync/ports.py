@@ -163,6 +163,16 @@ class CheckpointStore(Protocol):
     def latest(self) -> Path | None: ...
 
 
+class SnapshotFolder(Protocol):
+    """Where weight snapshots lie on their way to the engines."""
+
+    def path(self, version: int) -> str: ...
+
+    def drop_all_but(self, newest: int) -> None:
+        """Remove all but so many of the newest snapshots."""
+        ...
+
+
 class Journal(Protocol):
     """Append-only record of debts. `append` returns only when the record is on disk."""
 

@@ -20,6 +20,7 @@ class Engine:
 
     server: InferenceServer
     sidecar: Sidecar
+    pid: int | None = None  # of the engine, where it runs on this node
     state: EngineState = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,9 +5,8 @@ It is the only owner of the step number. What is due after a step is decided in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -23,7 +22,7 @@ from hybridasync.drivers.publish import Publisher
 from hybridasync.drivers.rollout import Rollout
 from hybridasync.drivers.stepmetrics import batch_metrics
 from hybridasync.errors import LocalProtocolError, PublicationFailed
-from hybridasync.ports import MetricSink, Trainer
+from hybridasync.ports import MetricSink, SnapshotFolder, Trainer
 from hybridasync.schedule import Schedule
 from hybridasync.types import EvalResult, Group, PublicationResult, TrainBatch
 
@@ -42,7 +41,8 @@ class LoopParts:
     evaluation: Evaluation | None
     checkpointing: Checkpointing
     sink: MetricSink
-    weights_dir: Path
+    snapshots: SnapshotFolder
+    resources: Callable[[], Mapping[str, float]]  # memory and processor use of the run's processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,7 @@ class TrainingLoop:
             "weight_version": float(self.version),
             "in_flight": float(self._parts.fleet.in_flight),
         }
+        metrics |= self._parts.resources()
         metrics["response_tok_s"] = metrics["response_tokens_sum"] / metrics["step_s"]
         metrics["samples_s"] = metrics["samples"] / metrics["step_s"]
         self._parts.sink.step(step, metrics)
@@ -108,7 +109,7 @@ class TrainingLoop:
         """Publish the trainer's weights now. None: no engine took them, and training goes on (R63, R66)."""
         with anyio.move_on_after(EVAL_WAIT_S):
             await self._evaluated.wait()
-        path = str(self._parts.weights_dir / f"version-{self.version:06d}")
+        path = self._parts.snapshots.path(self.version)
         try:
             result = await self._parts.publisher.publish(self.version, path, step=step)
         except PublicationFailed as error:
@@ -117,6 +118,7 @@ class TrainingLoop:
             self._parts.sink.event("publication_skipped", level="warning", version=self.version, cause=str(error))
             return None
         self.publications += 1
+        self._parts.snapshots.drop_all_but(newest=2)
         return result
 
     async def evaluate(self) -> EvalResult | None:

@@ -1,0 +1,114 @@
+"""A run from start to end: signals, exit codes, summary and report. Used by rank 0 of a job and by plain scripts.
+
+Signals are received in an outer scope that cancels an inner one: a second signal finds the receiver still there, and
+can't kill the compensation of the first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+from anyio.abc import TaskStatus
+
+from hybridasync.app import Run
+from hybridasync.config.load import load
+from hybridasync.config.models import Config
+from hybridasync.config.pipeline import resolve
+from hybridasync.errors import HybridAsyncError
+from hybridasync.observability.report import write_report
+from hybridasync.observability.summary import Status, write_summary
+from hybridasync.runtime.environment import Environment, is_torchrun
+from hybridasync.runtime.outcome import Outcome, of_error
+from hybridasync.runtime.worker import serve_worker
+
+SIGNAL_EXIT = 128
+"""A run ended by signal n exits with 128 + n, as shells do."""
+
+
+@dataclass(slots=True)
+class _Ending:
+    """What is known of the end so far. `signal` is the first one received."""
+
+    signal: int | None = None
+    error: BaseException | None = None
+
+    def outcome(self) -> Outcome:
+        if self.signal is not None and not isinstance(self.error, HybridAsyncError):
+            return Outcome(SIGNAL_EXIT + self.signal, f"stopped by {signal.Signals(self.signal).name}")
+        return of_error(self.error) if self.error is not None else Outcome(0)
+
+
+async def run_controller(config: Config, *, run_dir: Path, resume: bool = False) -> Outcome:
+    """All steps of a run, on rank 0. Never raises: the outcome says what happened, summary.json and report.html too."""
+    started = time.monotonic()
+    outcome = await supervised(lambda: _all_steps(config, run_dir, resume))
+    extra = {"exit_code": outcome.code} | ({"error": outcome.message} if outcome.message else {})
+    write_summary(run_dir, status=_status(outcome), wall_s=time.monotonic() - started, extra=extra)
+    write_report(run_dir)
+    return outcome
+
+
+async def supervised(main: Callable[[], Awaitable[object]]) -> Outcome:
+    """Run `main` with SIGINT and SIGTERM turned into a cancellation, and every error into an outcome."""
+    ending = _Ending()
+    async with anyio.create_task_group() as outer:
+        with anyio.CancelScope() as work:
+            await outer.start(_receive_signals, work, ending)
+            try:
+                await main()
+            except anyio.get_cancelled_exc_class():
+                raise
+            except Exception as error:  # noqa: BLE001  # the supervisor: everything ends as an exit code
+                ending.error = error
+        outer.cancel_scope.cancel()
+    return ending.outcome()
+
+
+def launch(main: Callable[[], Awaitable[object]], config: Config | str) -> None:
+    """Entry of a script that uses `Run`. Ends the process with the run's exit code.
+
+    In a plain script `main` runs here, and starts its own workers. In a torchrun job every rank calls this: rank 0
+    runs `main`, the others serve it.
+    """
+    settings = resolve(load(config) if isinstance(config, str) else config).config
+    if is_torchrun() and Environment.read().rank != 0:
+        code = serve_worker(settings.network)
+    else:
+        outcome = anyio.run(supervised, main)
+        if outcome.message:
+            sys.stderr.write(f"{outcome.message}\n")
+        code = outcome.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a wedged library thread must not hold a finished process
+
+
+async def _all_steps(config: Config, run_dir: Path, resume: bool) -> None:
+    async with Run(config, run_dir=run_dir, resume=resume) as run:
+        async for _ in run:
+            pass
+        if config.checkpoint.export_hf:
+            await run.export_hf(run_dir / "hf")
+
+
+async def _receive_signals(
+    work: anyio.CancelScope, ending: _Ending, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
+) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
+        task_status.started()
+        async for number in received:
+            ending.signal = ending.signal or int(number)
+            work.cancel()
+
+
+def _status(outcome: Outcome) -> Status:
+    if outcome.code == 0:
+        return "completed"
+    return "interrupted" if outcome.code > SIGNAL_EXIT else "failed"

@@ -1,0 +1,175 @@
+"""Starting the rollout side: one sidecar process for each engine, and the engines through them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+from anyio.abc import Process
+
+from hybridasync.config.models import Config
+from hybridasync.drivers.fleet import Engine
+from hybridasync.errors import ConfigError, EngineError
+from hybridasync.observability.process import child_environment, signal_group
+from hybridasync.transport.sglang import SglangServer
+from hybridasync.transport.sidecar import SidecarClient
+from hybridasync.types import SidecarStatus
+
+TOKEN_VARIABLE = "HYBRIDASYNC_TOKEN"
+SIDECAR_START_S = 30.0
+"""A sidecar imports no torch: it announces itself within a second or two, also on a busy machine."""
+
+STOP_GRACE_S = 8.0
+"""A sidecar ends its engine (SIGTERM, then SIGKILL) before it ends itself."""
+
+POLL_S = 0.1
+
+
+@asynccontextmanager
+async def running_engines(config: Config, run_dir: Path) -> AsyncIterator[list[Engine]]:
+    """All engines of the recipe, ready to serve; those that were started here end with the block.
+
+    Raises EngineError with the last lines of the log where one doesn't come up, ConfigError for a port that is taken.
+    """
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    count = len(config.engine.sidecar_url) or len(config.engine.url) or config.engine.num_engines
+    engines: dict[int, Engine] = {}
+    async with AsyncExitStack() as stack:
+
+        async def bring_up(index: int) -> None:
+            engines[index] = await _bring_up(config, run_dir, index, token, stack)
+
+        async with anyio.create_task_group() as starts:
+            for index in range(count):
+                starts.start_soon(bring_up, index)
+        yield [engines[index] for index in range(count)]
+
+
+async def _bring_up(config: Config, run_dir: Path, index: int, token: str, stack: AsyncExitStack) -> Engine:
+    name = f"engine-{index}"
+    process: Process | None = None
+    if config.engine.sidecar_url:
+        url = config.engine.sidecar_url[index]
+    else:
+        process, url = await _start_sidecar(config, run_dir, index, token, stack)
+    timeout = config.publication.rollout_http_timeout
+    sidecar = await stack.enter_async_context(SidecarClient(name, url, token, timeout_s=timeout))
+    status = await _ready(config, name, sidecar, process)
+    server = SglangServer(
+        name, status.engine_url, control_timeout_s=timeout, request_timeout_s=config.rollout.request_timeout_s
+    )
+    return Engine(await stack.enter_async_context(server), sidecar, status.engine_pid if process else None)
+
+
+async def _start_sidecar(
+    config: Config, run_dir: Path, index: int, token: str, stack: AsyncExitStack
+) -> tuple[Process, str]:
+    announce = run_dir / "logs" / f"sidecar-{index}.json"
+    announce.unlink(missing_ok=True)
+    port = config.engine.sidecar_port + index if config.engine.sidecar_port else 0
+    command = [sys.executable, "-m", "hybridasync.sidecar", "--name", f"engine-{index}", "--port", str(port)]
+    command += ["--announce", str(announce), *_target(config, run_dir, index)]
+    log = stack.enter_context((run_dir / "logs" / f"sidecar-{index}.log").open("ab"))
+    environment = child_environment() | {TOKEN_VARIABLE: token}
+    process = await anyio.open_process(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+    )
+    stack.push_async_callback(_stop, process)
+    with anyio.move_on_after(SIDECAR_START_S):
+        while process.returncode is None:
+            if announce.is_file():
+                return process, json.loads(announce.read_text())["url"]
+            await anyio.sleep(POLL_S)
+    tail = _tail(run_dir / "logs" / f"sidecar-{index}.log")
+    if process.returncode == ConfigError.exit_code:
+        raise ConfigError(tail.splitlines()[-1] if tail else f"port {port} is taken", setting="engine.sidecar_port")
+    raise EngineError(f"engine-{index}", "start", f"its sidecar didn't come up (exit {process.returncode}): {tail}")
+
+
+def _target(config: Config, run_dir: Path, index: int) -> list[str]:
+    if config.engine.kind == "attach":
+        return ["--engine-url", config.engine.url[index]]
+    launch = run_dir / "logs" / f"engine-{index}.launch.json"
+    description = {
+        "kind": config.engine.kind,
+        "command": _command(config, index),
+        "env": dict(_environment(config, index)),
+        "log": str(run_dir / "logs" / f"engine-{index}.log"),
+        "init_timeout_s": config.engine.rollout_engine_init_timeout,
+    }
+    launch.write_text(json.dumps(description, indent=1))
+    return ["--launch", str(launch)]
+
+
+def _command(config: Config, index: int) -> list[str]:
+    engine = config.engine
+    dtype = engine.dtype or config.model.dtype
+    port = str(engine.port + index) if engine.port else "{port}"
+    model = str(config.model.hf_checkpoint)
+    context = ["--context-length", str(engine.context_length)] if engine.context_length else []
+    shared = ["--host", "127.0.0.1", "--port", port, "--max-running-requests", str(engine.max_running_requests)]
+    shared += ["--random-seed", str(config.seed * 1000 + index), *context]
+    if engine.kind == "sglang":
+        command = [str(engine.python), "-m", "sglang.launch_server", "--model-path", model, "--skip-tokenizer-init"]
+        command += ["--dtype", {"fp32": "float32", "bf16": "bfloat16"}[dtype]]
+        command += ["--tp-size", str(engine.tensor_parallel_size)]
+        return command + shared + list(engine.args)
+    command = [sys.executable, "-m", "hybridasync.engine", "--model-path", model, "--dtype", dtype]
+    return [*command, "--device", device_of(config), "--announce", "{announce}", *shared]
+
+
+def device_of(config: Config) -> str:
+    """ "cuda" where engines shall use a GPU: asked for, or there is one (seen without importing torch)."""
+    if config.engine.device != "auto":
+        return config.engine.device
+    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+
+
+def _environment(config: Config, index: int) -> Mapping[str, str]:
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if device_of(config) == "cuda":
+        first = config.parallel.num_workers if config.network.nnodes == 1 else 0
+        size = config.engine.tensor_parallel_size
+        gpus = config.engine.gpu_ids or tuple(range(first, first + size * config.engine.num_engines))
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[index * size : (index + 1) * size]))
+    return environment | config.engine.env
+
+
+async def _ready(config: Config, name: str, sidecar: SidecarClient, process: Process | None) -> SidecarStatus:
+    with anyio.move_on_after(config.engine.rollout_engine_init_timeout):
+        while process is None or process.returncode is None:
+            status = await sidecar.status()
+            if status.state == "down" and status.detail:
+                raise EngineError(name, "start", status.detail)
+            if status.healthy and status.state != "down":
+                return status
+            await anyio.sleep(POLL_S)
+        raise EngineError(name, "start", f"its sidecar ended with exit code {process.returncode}")
+    limit = config.engine.rollout_engine_init_timeout
+    raise EngineError(name, "start", f"not ready within engine.rollout_engine_init_timeout = {limit:g} s")
+
+
+async def _stop(process: Process) -> None:
+    # Shielded: whatever ended the run, no sidecar and no engine may outlive it.
+    with anyio.CancelScope(shield=True):
+        if process.returncode is None:
+            process.terminate()
+            with anyio.move_on_after(STOP_GRACE_S):
+                await process.wait()
+        if process.returncode is None:
+            signal_group(process.pid, 9)
+        await process.aclose()
+
+
+def _tail(path: Path, lines: int = 5) -> str:
+    try:
+        return "\n".join(path.read_text(errors="replace").strip().splitlines()[-lines:])
+    except OSError:
+        return ""
