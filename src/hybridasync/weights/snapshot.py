@@ -84,12 +84,14 @@ def write_snapshot(
     tensors: Iterable[tuple[str, torch.Tensor]],
     config_source: str | os.PathLike[str] | Mapping[str, Any],
     *,
+    files_from: str | os.PathLike[str] | None = None,
     durable: bool = True,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> int:
     """Write a model directory at `path`, complete or not at all; answers the bytes of its weight files.
 
-    `config_source` is a directory whose files except weights (config, tokenizer, …) are copied, or the configuration.
+    `config_source` is a directory whose files except weights (config, tokenizer, …) are copied, or the configuration;
+    in the latter case the other files are copied from the directory `files_from`, if given.
     `durable=False` skips fsync, for a folder in memory. An existing directory at `path` is replaced.
     Raises OSError (no space, …) and leaves nothing behind then.
     """
@@ -98,7 +100,7 @@ def write_snapshot(
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
         work.chmod(0o755)
-        _write_config(work, config_source)
+        _write_config(work, config_source, files_from)
         written = _write_tensors(work, tensors, shard_bytes)
         if durable:
             for file in work.iterdir():
@@ -113,14 +115,16 @@ def write_snapshot(
     return written
 
 
-def _write_config(work: Path, source: str | os.PathLike[str] | Mapping[str, Any]) -> None:
-    if isinstance(source, Mapping):
-        (work / "config.json").write_text(json.dumps(dict(source), indent=2, sort_keys=True), encoding="utf-8")
-        return
-    for file in sorted(Path(source).iterdir()):
+def _write_config(
+    work: Path, source: str | os.PathLike[str] | Mapping[str, Any], files_from: str | os.PathLike[str] | None
+) -> None:
+    directory = files_from if isinstance(source, Mapping) else source
+    for file in sorted(Path(directory).iterdir()) if directory is not None else ():
         weights = file.name == INDEX_FILE or file.suffix in {".safetensors", ".bin", ".pt", ".pth"}
         if file.is_file() and not weights and not file.name.startswith("."):
             shutil.copyfile(file, work / file.name)
+    if isinstance(source, Mapping):
+        (work / "config.json").write_text(json.dumps(dict(source), indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _write_tensors(work: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> int:

@@ -6,5 +6,5 @@ Importing this package prepares Megatron-core for machines without CUDA, because
 
 from hybridasync.worker import mcore_cpu
 
-mcore_cpu.silence_import_warnings()
+mcore_cpu.silence_known_warnings()
 mcore_cpu.install()

@@ -57,7 +57,7 @@ def plan_of(cu_seqlens: torch.Tensor) -> PackPlan:
 def make_plan(lengths: Sequence[int], device: torch.device) -> PackPlan:
     """Group sequences so that each is longer than half its bucket, or shorter than SHORT_SEQUENCE.
 
-    So padding at most doubles the tokens of long ones, and there are at most log2(longest / SHORT_SEQUENCE) + 2 buckets.
+    So padding at most doubles the tokens of long ones, and there are at most log2(longest / SHORT_SEQUENCE) + 2 groups.
     """
     lengths_S = torch.tensor(lengths, dtype=torch.long)
     starts_S = lengths_S.cumsum(0) - lengths_S

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from safetensors import SafetensorError, safe_open
 
 from hybridasync.data.model_dir import ModelFacts, check_weights, parameter_shapes, read_model_facts, weight_file_of
@@ -79,6 +80,23 @@ def _layer_slots(facts: ModelFacts, layer: int, local: int, stage: int) -> Itera
     yield slot(norm, ("post_attention_layernorm",), "whole")
     yield slot(("mlp.linear_fc1.weight",), ("mlp.gate_proj", "mlp.up_proj"), "gate_up")
     yield slot(("mlp.linear_fc2.weight",), ("mlp.down_proj",), "columns")
+
+
+def mark_tensor_parallel(gpt: Any) -> None:
+    """Say of each parameter whether tensor parallel ranks hold different parts of it.
+
+    Megatron does this where it initialises weights, which a model loaded from files skips. Without it the gradient norm
+    counts the shards of the first rank alone, and clipping goes wrong.
+    """
+    place = layout()
+    parameters = dict(gpt.named_parameters())
+    sharded = [slot for slot in slots(gpt.hf, place.pp) if slot.stage == place.pp_rank and slot.split != "whole"]
+    marked = [(_parameter(parameters, slot), 1 if slot.split == "columns" else 0) for slot in sharded]
+    if (head := parameters.get("output_layer.weight")) is not None:
+        marked.append((head, 0))  # a tied head on the last of several stages has no slot of its own
+    for parameter, dimension in marked:
+        if not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
 
 
 class _Reader:

@@ -15,13 +15,13 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, ModuleType
-from typing import Any
 
 import torch
 
@@ -153,7 +153,11 @@ def active() -> bool:
 
 def install() -> None:
     """Add the import hook, unless CUDA is available. Idempotent. Raises ImportError if Megatron is imported already."""
-    if not active() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not active():
+        # With one queue, kernels start in the order in which Megatron overlaps them with communication.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        return
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     early = sorted(name for name in sys.modules if name.removeprefix(_PREFIX) in MODULES and name.startswith(_PREFIX))
     if early:
@@ -161,13 +165,22 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
 
 
-def silence_import_warnings() -> None:
-    """What Megatron-core says at import of absent optional packages and of its own deprecated imports; none is news."""
-    silenced: tuple[tuple[str, Any], ...] = (
+def silence_known_warnings() -> None:
+    """What Megatron-core says of absent optional packages, of its own deprecated calls and of CUDA settings on a CPU.
+
+    None of it is news, and none of it can be acted on.
+    """
+    silenced: tuple[tuple[str, type[Warning]], ...] = (
         (r"Apex is not installed", UserWarning),
         (r"Transformer Engine and Apex are not installed", UserWarning),
+        (r"full scope is deprecated", UserWarning),
+        (r"The \.grad attribute of a Tensor that is not a leaf Tensor", UserWarning),
         (r"The following imports from `dynamic_context.py`", DeprecationWarning),
         (r"`torch.jit.script(_method)?` is deprecated", DeprecationWarning),
+        (r"`load_state_dict` is deprecated", FutureWarning),
+        (r"Please use DTensor instead", FutureWarning),
     )
     for message, category in silenced:
         warnings.filterwarnings("ignore", message=message, category=category)
+    if active():
+        warnings.filterwarnings("ignore", message="When using async grad allreduce", category=UserWarning)

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hybridasync.config.models import Config
 from hybridasync.data.model_dir import ModelFacts, check_layout, read_model_facts
 from hybridasync.worker.attention import SDPACoreAttention, install_packed_rope
-from hybridasync.worker.hf_mapping import padded_vocab_size
+from hybridasync.worker.hf_mapping import mark_tensor_parallel, padded_vocab_size
 from hybridasync.worker.parallel import Layout, device, layout
 
 PADDING_LOGIT = -1e9
@@ -70,6 +70,7 @@ def build(config: Config, model_dir: str | Path, *, setting: str = "model.hf_che
         parallel_output=True,
     ).to(device=device())
     gpt.hf = facts
+    mark_tensor_parallel(gpt)
     if place.last_stage:
         _mask_padding(gpt, facts, place)
     module = Float16Module(settings, gpt) if dtype != torch.float32 else gpt
