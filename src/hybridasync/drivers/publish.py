@@ -75,7 +75,7 @@ class Publisher:
             started = anyio.current_time()
             snapshot = await self._parts.trainer.export_weights(version, path)
             with self._parts.fleet.held():
-                await self._drain()
+                await self._drain(version)
                 saga = await self._swap_under_pause(snapshot)
                 self._readmit(saga, version)
             result = _result(saga, snapshot, step=step, prepare_s=saga.asked_at - started)
@@ -85,10 +85,15 @@ class Publisher:
                 raise PublicationFailed(version, [], list(saga.failures), details)
             return result
 
-    async def _drain(self) -> None:
+    async def _drain(self, version: int) -> None:
         if self._mode == "drain":
-            with anyio.fail_after(self._settings.drain_timeout_s):
+            with anyio.move_on_after(self._settings.drain_timeout_s) as waiting:
                 await self._parts.fleet.drained()
+            if waiting.cancelled_caught:
+                live = [engine.name for engine in self._parts.fleet.verified]
+                limit = self._settings.drain_timeout_s
+                detail = f"requests were still in flight after publication.drain_timeout_s = {limit:g} s"
+                raise PublicationFailed(version, live, [], detail)
 
     async def _swap_under_pause(self, snapshot: WeightSnapshot) -> _Saga:
         saga = _Saga(self._next_txn(), asked_at=anyio.current_time())

@@ -1,0 +1,215 @@
+"""The publication saga: whatever fails or is cancelled, no engine stays paused and none serves doubtful weights."""
+
+from __future__ import annotations
+
+import anyio
+import anyio.lowlevel
+import pytest
+from kit import (
+    CHECKSUMS,
+    FakeServer,
+    FakeSidecar,
+    FakeTrainer,
+    MemoryJournal,
+    RecordingSink,
+    World,
+    make_fleet,
+    nothing,
+)
+
+from hybridasync.config.models import PublicationSection
+from hybridasync.drivers.fleet import Fleet
+from hybridasync.drivers.publish import Publisher, PublishParts
+from hybridasync.errors import CompensationFailed, NotSent, OutcomeUnknown, PublicationFailed, Rejected
+from hybridasync.protocol.debts import Debts
+
+
+class Saga:
+    def __init__(self, *, count: int = 2, policy: str = "fence") -> None:
+        self.world = World()
+        self.fleet: Fleet
+        self.servers: list[FakeServer]
+        self.sidecars: list[FakeSidecar]
+        self.fleet, self.servers, self.sidecars = make_fleet(self.world, count)
+        self.journal, self.debts, self.sink = MemoryJournal(), Debts(), RecordingSink()
+        settings = PublicationSection(resume_budget_s=0.3, rollout_http_timeout=0.2, on_ambiguous_pause=policy)
+        parts = PublishParts(self.fleet, FakeTrainer(), self.journal, self.debts, self.sink)  # type: ignore[arg-type]
+        self.publisher = Publisher(settings, parts, session="0" * 32, mode="retract")
+
+    async def publish(self, version: int = 1) -> object:
+        return await self.publisher.publish(version, "/x", step=version - 1)
+
+    def assert_nothing_paused(self) -> None:
+        assert [s.paused_by for s in self.sidecars] == [None] * len(self.sidecars)
+        assert not self.debts.open
+        assert not Debts.replay(self.journal.records).open
+
+
+async def test_a_publication_brings_every_engine_to_the_version_and_resumes_it() -> None:
+    """Pause, load, verify and end at each engine; both serve version 1 and nothing is owed."""
+    saga = Saga()
+    result = await saga.publish()
+    assert result.engines == ("engine-0", "engine-1")  # type: ignore[attr-defined]
+    assert [engine.state.version for engine in saga.fleet.engines] == [1, 1]
+    saga.assert_nothing_paused()
+
+
+async def test_the_debt_is_in_the_journal_before_the_pause_is_sent() -> None:
+    """Law 3: at the moment of the first send, the journal has a debt for each engine."""
+    saga = Saga()
+    seen: list[int] = []
+
+    async def hook(point: str) -> None:
+        if point.endswith("pause: before send"):
+            seen.append(len(saga.journal.records))
+
+    saga.world.hook = hook
+    await saga.publish()
+    assert seen == [2, 2]
+
+
+async def test_r100_cancelled_at_every_point_no_engine_stays_paused() -> None:
+    """Kill-point matrix: cancelled before a send, after it and after the reply, at each call of the saga."""
+    points = 0
+    while True:
+        saga = Saga()
+        passed = 0
+        with anyio.CancelScope() as scope:
+
+            async def hook(_point: str, scope: anyio.CancelScope = scope, at: int = points) -> None:
+                nonlocal passed
+                if passed == at:
+                    scope.cancel()
+                passed += 1
+                await anyio.lowlevel.checkpoint()
+
+            saga.world.hook = hook
+            await saga.publish()
+        saga.assert_nothing_paused()
+        verified = [
+            e.state.version == 1 and s.sums == CHECKSUMS for e, s in zip(saga.fleet.engines, saga.servers, strict=True)
+        ]
+        touched = [s.version == "1" for s in saga.servers]
+        served = [e.state.version is not None for e in saga.fleet.engines]
+        assert all(ok or not on for ok, on in zip(verified, served, strict=True)), (points, touched)
+        if passed <= points:
+            break
+        points += 1
+    assert points >= 30
+
+
+@pytest.mark.parametrize("kind", [OutcomeUnknown, NotSent, Rejected])
+async def test_r100_failing_at_every_point_no_engine_stays_paused(kind: type[Exception]) -> None:
+    """The same matrix with an error instead of a cancellation: the saga degrades or raises, and owes nothing."""
+    points = 0
+    while True:
+        saga = Saga()
+        passed = 0
+
+        async def hook(point: str, at: int = points) -> None:
+            nonlocal passed
+            number, passed = passed, passed + 1
+            await anyio.lowlevel.checkpoint()
+            if number == at and not (kind is NotSent and "before send" not in point):
+                engine, operation = point.split(":")[0].split(" ")
+                raise Rejected(engine, operation, 500) if kind is Rejected else kind(engine, operation, "injected")
+
+        saga.world.hook = hook
+        await saga.publish()
+        saga.assert_nothing_paused()
+        assert len(saga.fleet.verified) >= 1
+        if passed <= points:
+            break
+        points += 1
+    assert points >= 25
+
+
+async def test_r63_an_engine_that_cannot_be_reached_is_passed_over_without_an_end() -> None:
+    """Not sent: no compensation to that engine, the other one is published, the result is degraded."""
+    saga = Saga()
+
+    async def hook(point: str) -> None:
+        if point == "engine-0 pause: before send":
+            raise NotSent("engine-0", "pause", "refused")
+
+    saga.world.hook = hook
+    result = await saga.publish()
+    assert result.degraded and result.engines == ("engine-1",)  # type: ignore[attr-defined]
+    assert "engine-0 end" not in saga.world.log
+    saga.assert_nothing_paused()
+
+
+async def test_r57_an_engine_that_is_not_ready_is_asked_again_with_the_same_id() -> None:
+    """Answers of "not ready" are polled until it is, in one transaction."""
+    saga = Saga(count=1)
+    saga.sidecars[0].not_ready = 2
+    await saga.publish()
+    assert saga.sidecars[0].pauses == 3
+    assert len({record["txn"] for record in saga.journal.records}) == 1
+
+
+async def test_c07_a_checksum_that_differs_quarantines_the_engine_and_resumes_it() -> None:
+    """Resume is unconditional, re-admission is not: the engine runs, and serves nothing."""
+    saga = Saga()
+    saga.servers[0].sums = {"a": "1"}
+    await saga.publish()
+    assert saga.fleet.engines[0].state.version is None
+    assert "b" in saga.fleet.engines[0].state.reason
+    saga.assert_nothing_paused()
+
+
+async def test_no_engine_verified_is_an_error_with_the_causes() -> None:
+    """With every engine quarantined the publication raises, and names what went wrong where."""
+    saga = Saga()
+    for server in saga.servers:
+        server.sums = {}
+    with pytest.raises(PublicationFailed, match="checksum differs"):
+        await saga.publish()
+    saga.assert_nothing_paused()
+
+
+async def test_u1_a_resume_that_is_never_confirmed_leads_to_fencing() -> None:
+    """Three attempts, then the engine is fenced; the run goes on with the other one."""
+    saga = Saga()
+
+    async def hook(point: str) -> None:
+        await nothing(point)
+        if point == "engine-0 end: before send":
+            raise OutcomeUnknown("engine-0", "end", "reset")
+
+    saga.world.hook = hook
+    await saga.publish()
+    assert saga.sidecars[0].fenced == 1
+    assert saga.sink.names().count("resume_failed") == 3
+    assert saga.fleet.engines[0].state.version is None
+    saga.assert_nothing_paused()
+
+
+@pytest.mark.parametrize("policy", ["fence", "fail"])
+async def test_c01_c_a_resume_that_cannot_be_had_ends_the_run(policy: str) -> None:
+    """At most three attempts; where fencing fails too, or isn't wanted, CompensationFailed names the engine."""
+    saga = Saga(policy=policy)
+
+    async def hook(point: str) -> None:
+        await nothing(point)
+        if point in ("engine-0 end: before send", "engine-0 fence: before send"):
+            raise OutcomeUnknown("engine-0", "x", "reset")
+
+    saga.world.hook = hook
+    with pytest.raises(CompensationFailed, match="engine-0"):
+        await saga.publish()
+    assert saga.sink.names().count("resume_failed") == 3
+
+
+async def test_prompts_are_held_back_from_the_pause_until_re_admission() -> None:
+    """While a publication runs the gate is held, and open again afterwards."""
+    saga = Saga()
+    held: list[bool] = []
+
+    async def hook(_point: str) -> None:
+        held.append(saga.fleet._held > 0)
+
+    saga.world.hook = hook
+    await saga.publish()
+    assert held and all(held)
+    assert saga.fleet._held == 0
