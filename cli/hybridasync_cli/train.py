@@ -121,9 +121,10 @@ def _notes_of_resume(config: Config, going_on: Path | None) -> None:
 def _launch(resolved: Resolved, directory: Path, going_on: bool) -> int:
     """Everything heavy is imported from here on, so that a mistake is told at once."""
     with errors_as_lines(logs=directory / "logs"):
-        from hybridasync.runtime.launcher import launch
         from hybridasync.runtime.preflight import preflight
 
         preflight(resolved.config)
         make_run_dir(directory)
+        from hybridasync.runtime.launcher import launch
+
         return launch(resolved, run_dir=directory, resume=going_on)

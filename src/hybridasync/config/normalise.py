@@ -30,7 +30,8 @@ def unused_reference(config: Config) -> Iterator[Finding]:
 
 def needs_reference(config: Config) -> bool:
     """Whether any consumer needs the reference model: the one place that decides (R21)."""
-    return config.algorithm.use_kl_loss and config.algorithm.kl_loss_coef != 0
+    algorithm = config.algorithm
+    return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0 and not config.run.debug_train_only
 
 
 def sync_is_on_policy(config: Config) -> Iterator[Finding]:
