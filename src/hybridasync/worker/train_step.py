@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -90,9 +90,9 @@ class StepRunner:
         place: Layout,
         *,
         model: Any,
-        reference: Callable[[], ModelBundle],
+        reference: ModelBundle | None,
     ) -> None:
-        """`model` is the module in Megatron's gradient buffers; `reference` builds the reference model when needed."""
+        """`model` is the module in Megatron's gradient buffers; `reference` the frozen model of the KL loss."""
         self._config = config
         self._bundle = bundle
         self._place = place
@@ -194,11 +194,11 @@ class StepRunner:
                 update.old = self._forward(self._bundle, update)
 
     def _add_reference(self, updates: list[Update]) -> bool:
-        if not self._loss.needs_reference or not updates:
+        """Whether a reference forward pass was made: only where the KL coefficient isn't zero (R20)."""
+        if self._reference is None or not updates:
             return False
-        reference = self._reference()
         for update in updates:
-            update.reference = self._forward(reference, update)
+            update.reference = self._forward(self._reference, update)
         return True
 
     def _forward(self, bundle: ModelBundle, update: Update) -> Tensor:
