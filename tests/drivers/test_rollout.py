@@ -1,0 +1,205 @@
+"""The rollout loop: failures are counted and bounded, nothing is lost silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import anyio
+import pytest
+from kit import RecordingSink, World, completion, make_fleet
+
+from hybridasync.config.models import AlgorithmSection, Config, ModelSection, RolloutSection
+from hybridasync.drivers.generation import Limits
+from hybridasync.drivers.rollout import Rollout, RolloutParts
+from hybridasync.errors import DataError, EngineError, RewardError, leading_cause
+from hybridasync.protocol.ledger import RolloutLedger
+from hybridasync.types import Completion, Group, Prompt, SamplingParams
+
+
+class Source:
+    """`count` prompts, or endless."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.drawn = 0
+        self.count = count
+
+    def draw(self) -> Prompt | None:
+        if self.drawn == self.count:
+            return None
+        self.drawn += 1
+        return Prompt(self.drawn - 1, 0, 0, "d", (1, 2, 3), "p", "l")
+
+    def state(self, unused: Iterable[int] = ()) -> dict[str, Any]:
+        return {"next": self.drawn, "unused": list(unused)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.drawn = state["next"]
+
+    def __len__(self) -> int:
+        return self.count or 0
+
+
+class Tokens:
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class Bench:
+    """A rollout over one fake engine, with a reward function of the test's."""
+
+    def __init__(
+        self, reward: Any, *, source: Source | None = None, staleness: int = 0, steps: int = 3, **algorithm: Any
+    ):
+        config = Config(
+            model=ModelSection(hf_checkpoint="x"),
+            rollout=RolloutSection(
+                rollout_batch_size=4,
+                n_samples_per_prompt=2,
+                max_response_tokens=8,
+                max_staleness=staleness,
+                max_retries=0,
+            ),
+            algorithm=AlgorithmSection(**algorithm),
+        )
+        self.fleet, (self.server,), _ = make_fleet(World(), 1)
+        self.fleet.engines[0].state.verified(0)
+        self.ledger = RolloutLedger(
+            batch_size=4, max_staleness=staleness, num_rollout=steps, max_gen_batches=config.algorithm.max_gen_batches
+        )
+        self.source, self.sink = source or Source(), RecordingSink()
+        parts = RolloutParts(self.fleet, self.source, reward, Tokens(), self.sink, Limits(8, 64))  # type: ignore[arg-type]
+        self.rollout = Rollout(config, self.ledger, parts)
+
+    async def take(self, steps: int = 1) -> list[tuple[Group, ...]]:
+        batches = []
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.rollout.run)
+                with anyio.fail_after(10):
+                    for step in range(steps):
+                        batches.append(await self.rollout.take(step))
+                        self.rollout.finish(step)
+                tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise leading_cause(group) from None
+        return batches
+
+
+def rewards(*values: float) -> Any:
+    async def reward(_prompt: Prompt, texts: Sequence[str], _completions: Sequence[Completion]) -> list[float]:
+        return list(values)[: len(texts)]
+
+    return reward
+
+
+async def test_batches_are_full_and_every_prompt_is_in_one() -> None:
+    """Three steps of four groups: twelve prompts, each once, in the order drawn."""
+    batches = await Bench(rewards(1.0, 0.0)).take(3)
+    assert [g.prompt.uid for batch in batches for g in batch] == list(range(12))
+
+
+async def test_c15_a_reward_function_that_always_fails_ends_the_run_with_its_text() -> None:
+    """Every group fails: after 64 samples the run stops with the original message."""
+
+    async def reward(*_: object) -> list[float]:
+        raise RewardError("reward backend failed")
+
+    with pytest.raises(RewardError, match="reward backend failed"):
+        await Bench(reward, max_gen_batches=50).take()
+
+
+async def test_c15_one_failing_reward_is_counted_and_replaced() -> None:
+    """One group of the batch fails: the batch still has four groups, and one drop is counted."""
+
+    async def reward(prompt: Prompt, texts: Sequence[str], _completions: Sequence[Completion]) -> list[float]:
+        if prompt.uid == 2:
+            raise RewardError("this row is bad")
+        return [1.0, 0.0]
+
+    bench = Bench(reward)
+    (batch,) = await bench.take()
+    assert [g.prompt.uid for g in batch] == [0, 1, 3, 4]
+    assert bench.rollout.counts["groups_dropped"] == 1
+    assert bench.sink.names() == ["group_dropped"]
+
+
+async def test_c15_an_engine_that_answers_nothing_but_errors_ends_the_run() -> None:
+    """Every generate fails: the run stops with the engine's error instead of waiting for a batch."""
+    bench = Bench(rewards(1.0, 0.0))
+
+    async def reply(_ids: Sequence[int], _params: SamplingParams) -> tuple[Completion, ...]:
+        raise EngineError("engine-0", "generate", "HTTP 500")
+
+    bench.server.reply = reply
+    with pytest.raises(EngineError, match="HTTP 500"):
+        await bench.take()
+
+
+async def test_c15_a_source_that_raises_ends_the_run() -> None:
+    """An exception of the data source reaches whoever waits for the batch."""
+    bench = Bench(rewards(1.0, 0.0))
+
+    def draw() -> Prompt | None:
+        raise DataError("the file vanished")
+
+    bench.source.draw = draw  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="the file vanished"):
+        await bench.take()
+
+
+async def test_c20_unsolvable_prompts_stop_with_the_counts_and_the_setting() -> None:
+    """B=4, max_gen_batches=3, all rewards equal: 12 prompts, then an error that says 0 of 4, 12 filtered, what to set."""
+    bench = Bench(rewards(1.0, 1.0), filter_zero_variance=True, max_gen_batches=3)
+    with pytest.raises(DataError, match=r"0 of 4 groups kept, 12 filtered.*algorithm\.max_gen_batches = 3"):
+        await bench.take()
+    assert bench.source.drawn == 12
+
+
+async def test_c21_the_last_groups_are_trained_on_when_the_data_ends() -> None:
+    """Six prompts, batches of four: the second batch has the two that are left, nothing is lost."""
+    batches = await Bench(rewards(1.0, 0.0), source=Source(6)).take(2)
+    assert [len(batch) for batch in batches] == [4, 2]
+
+
+async def test_c14_a_slow_consumer_delays_submission_and_never_the_loop() -> None:
+    """While nobody takes batches the number of admitted groups stays at the slots, and a ticker keeps its rhythm."""
+    bench = Bench(rewards(1.0, 0.0), staleness=1, steps=50)
+    gaps: list[float] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bench.rollout.run)
+        last = anyio.current_time()
+        for _ in range(20):
+            await anyio.sleep(0.01)
+            gaps.append(anyio.current_time() - last)
+            last = anyio.current_time()
+        tasks.cancel_scope.cancel()
+    assert bench.source.drawn == 8 == bench.ledger.slots
+    assert max(gaps) < 1.0
+
+
+async def test_c41_a_reward_of_the_wrong_length_is_never_zipped_away() -> None:
+    """One value for two samples is our bug or the user's, and raises instead of shifting rewards."""
+    with pytest.raises(ValueError, match="zip"):
+        await Bench(rewards(1.0)).take()
+
+
+async def test_a_group_in_flight_or_waiting_is_drawn_again_after_a_resume() -> None:
+    """The state of a checkpoint names every prompt that was drawn and not trained on."""
+    bench = Bench(rewards(1.0, 0.0), staleness=1)
+    await bench.take(1)
+    state = bench.rollout.state()
+    trained = {0, 1, 2, 3}
+    assert set(state["source"]["unused"]) == set(range(state["source"]["next"])) - trained
+
+
+async def test_an_empty_completion_is_an_answer_too() -> None:
+    """Zero tokens: the reward is asked with an empty text and the group completes."""
+    bench = Bench(rewards(0.0, 0.0))
+
+    async def reply(_ids: Sequence[int], params: SamplingParams) -> tuple[Completion, ...]:
+        return tuple(completion(0) for _ in range(params.n))
+
+    bench.server.reply = reply
+    (batch,) = await bench.take()
+    assert [s.text for s in batch[0].samples] == ["", ""]
