@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,9 @@ def resolve_function(spec: str, *, setting: str) -> UserFunction:
 class UserReward:
     """`ports.RewardFn` around a user's function.
 
-    One sample: `f(response, label, prompt, **fields)` answers a number. Batched: `f(responses, labels, prompts, rows)`
-    answers as many numbers as it got responses. Arguments go by keyword, and only those that the function takes;
-    `fields` and `rows` are the remaining fields of the data row.
+    One sample: `f(response, label, prompt, finish_reason, **fields)` answers a number. Batched:
+    `f(responses, labels, prompts, finish_reasons, rows)` answers as many numbers as it got responses. Arguments go by
+    keyword, and only those that the function takes; `fields` and `rows` are the remaining fields of the data row.
     """
 
     def __init__(self, section: RewardSection) -> None:
@@ -72,21 +72,27 @@ class UserReward:
                 "responses": list(texts),
                 "labels": [prompt.label] * len(texts),
                 "prompts": [prompt.text] * len(texts),
+                "finish_reasons": [made.finish_reason for made in completions],
                 "rows": [dict(prompt.extra) for _ in texts],
             }
             answer = await self._call(arguments)
             return reward_values(answer, len(texts), function=self._name)
-        return await self._each(prompt, texts)
+        return await self._each(prompt, texts, completions)
 
     async def aclose(self) -> None:
         """Nothing is held open."""
 
-    async def _each(self, prompt: Prompt, texts: Sequence[str]) -> list[float]:
+    async def _each(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[float]:
         """One call for each text, at the same time; each result has its own place, whichever call ends first."""
         results: list[float | RewardError] = [RewardError(f"{self._name}: not called")] * len(texts)
 
-        async def one(index: int, text: str) -> None:
-            reserved = {"response": text, "label": prompt.label, "prompt": prompt.text}
+        async def one(index: int, text: str, made: Completion) -> None:
+            reserved = {
+                "response": text,
+                "label": prompt.label,
+                "prompt": prompt.text,
+                "finish_reason": made.finish_reason,
+            }
             try:
                 answer = await self._call({**prompt.extra, **reserved})
                 results[index] = reward_value(answer, function=self._name)
@@ -94,8 +100,8 @@ class UserReward:
                 results[index] = error
 
         async with anyio.create_task_group() as group:
-            for index, text in enumerate(texts):
-                group.start_soon(one, index, text)
+            for index, (text, made) in enumerate(zip(texts, completions, strict=True)):
+                group.start_soon(one, index, text, made)
         values: list[float] = []
         for result in results:
             if isinstance(result, RewardError):
@@ -106,15 +112,24 @@ class UserReward:
     async def _call(self, arguments: Mapping[str, object]) -> object:
         accepted = arguments if self._accepts is None else {k: v for k, v in arguments.items() if k in self._accepts}
         outcome = await (self._call_async(accepted) if self._is_async else self._call_thread(accepted))
+        if inspect.isawaitable(outcome):
+            outcome = await self._within_deadline(outcome)  # a plain callable around a coroutine function
         if isinstance(outcome, _Raised):
             error = outcome.error
             raise RewardError(f"{self._name} raised {type(error).__name__}: {error}") from error
         return outcome
 
     async def _call_async(self, arguments: Mapping[str, object]) -> object:
+        try:
+            answer = self._function(**arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
+            return _Raised(error)
+        return await self._within_deadline(answer)
+
+    async def _within_deadline(self, answer: Awaitable[object]) -> object:
         with anyio.move_on_after(self._timeout_s):
             try:
-                return await self._function(**arguments)
+                return await answer
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
                 return _Raised(error)
         raise self._late()
@@ -160,7 +175,8 @@ def _accepted(function: UserFunction, section: RewardSection) -> frozenset[str] 
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    needed = "responses, labels, prompts, rows" if section.batched else "response, label, prompt"
+    batched = "responses, labels, prompts, finish_reasons, rows"
+    needed = batched if section.batched else "response, label, prompt, finish_reason, or fields of the data"
     first = needed.split(",", 1)[0]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
