@@ -20,6 +20,8 @@ from hybridasync.observability import names
 from hybridasync.observability.jsonl import Row
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2563c9", "#d9722b", "#23936a", "#9aa3ae", "#3b4350"
+Series = tuple[list[float], list[float]]  # x and y
+
 MAX_POINTS = 400  # of one curve; more are averaged, so that a report of a long run stays small
 # Any, because the stubs of newer matplotlib releases list the legal keys and those of older ones do not.
 _STYLE: Any = {
@@ -58,10 +60,10 @@ class Curves:
     steps: Sequence[Row]
     evaluations: Sequence[Row]
 
-    def series(self, name: str) -> tuple[list[float], list[float]]:
+    def series(self, name: str) -> Series:
         return _series(self.steps, name, offset=1)
 
-    def evaluated(self, name: str) -> tuple[list[float], list[float]]:
+    def evaluated(self, name: str) -> Series:
         return _series(self.evaluations, name, offset=0)
 
 
@@ -98,7 +100,7 @@ def _merge(rows: Sequence[Row]) -> Row:
     return merged
 
 
-def _series(rows: Sequence[Row], name: str, *, offset: int) -> tuple[list[float], list[float]]:
+def _series(rows: Sequence[Row], name: str, *, offset: int) -> Series:
     points = [
         (float(at) + offset, float(value))
         for row in rows
@@ -114,8 +116,8 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _noisy(axes: Axes, curves: Curves, name: str, colour: str, label: str = "") -> bool:
-    x, y = curves.series(name)
+def _noisy(axes: Axes, series: Series, colour: str, *, label: str = "") -> bool:
+    x, y = series
     if not y:
         return False
     if len(y) < 20:
@@ -128,11 +130,11 @@ def _noisy(axes: Axes, curves: Curves, name: str, colour: str, label: str = "") 
 
 def _reward(axes: Axes, curves: Curves) -> bool:
     axes.set_ylabel("mean reward")
-    return _noisy(axes, curves, names.REWARD_MEAN, BLUE)
+    return _noisy(axes, curves.series(names.REWARD_MEAN), BLUE)
 
 
 def _accuracy(axes: Axes, curves: Curves) -> bool:
-    shown = _noisy(axes, curves, names.ACCURACY, GREY, "trained samples")
+    shown = _noisy(axes, curves.series(names.ACCURACY), GREY, label="trained samples")
     for name, colour, marker, label in (
         ("accuracy", BLUE, "o", "held out, greedy"),
         ("sampled_accuracy", ORANGE, "s", "held out, sampled"),
@@ -150,7 +152,7 @@ def _accuracy(axes: Axes, curves: Curves) -> bool:
 
 def _throughput(axes: Axes, curves: Curves) -> bool:
     axes.set_ylabel("response tokens / s")
-    return _noisy(axes, curves, names.RESPONSE_TOK_S, GREEN) and _from_zero(axes)
+    return _noisy(axes, curves.series(names.RESPONSE_TOK_S), GREEN) and _from_zero(axes)
 
 
 def _step_time(axes: Axes, curves: Curves) -> bool:
@@ -175,7 +177,7 @@ def _staleness(axes: Axes, curves: Curves) -> bool:
     x, y = curves.series(names.VERSION_LAG_MAX)
     if y:
         axes.fill_between(x, y, step="mid", color=ORANGE, alpha=0.18, linewidth=0, label="largest")
-    shown = _noisy(axes, curves, names.VERSION_LAG_MEAN, ORANGE, "mean")
+    shown = _noisy(axes, curves.series(names.VERSION_LAG_MEAN), ORANGE, label="mean")
     axes.set_ylabel("weight versions")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
     if shown or y:
@@ -208,12 +210,12 @@ def _gap(axes: Axes, curves: Curves) -> bool:
 
 def _length(axes: Axes, curves: Curves) -> bool:
     axes.set_ylabel("tokens")
-    return _noisy(axes, curves, names.RESPONSE_TOKENS, BLUE) and _from_zero(axes)
+    return _noisy(axes, curves.series(names.RESPONSE_TOKENS), BLUE) and _from_zero(axes)
 
 
 def _entropy(axes: Axes, curves: Curves) -> bool:
     axes.set_ylabel("nats")
-    return _noisy(axes, curves, names.ENTROPY, GREEN) and _from_zero(axes)
+    return _noisy(axes, curves.series(names.ENTROPY), GREEN) and _from_zero(axes)
 
 
 def _from_zero(axes: Axes) -> bool:
