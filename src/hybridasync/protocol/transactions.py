@@ -419,7 +419,7 @@ class TransactionMachine:
             self._untagged = record
             return record
         self._make_room(key, now)
-        self._sessions.setdefault(key.session, _Session(now))
+        self._sessions.setdefault(key.session, _Session(now)).last_seen = now
         self._tagged[key] = record
         return record
 
