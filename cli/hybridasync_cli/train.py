@@ -49,6 +49,7 @@ def train(
             help="Name of a recipe that ships (hybridasync recipes) or path of a TOML file.", metavar="RECIPE"
         ),
     ] = None,
+    *,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved configuration (a recipe by itself) and its bounds.")
     ] = False,

@@ -220,7 +220,13 @@ class WarmStartSection(Section):
 class PublicationSection(Section):
     """How new weights reach the engines, and what is owed when that fails."""
 
-    update_weights_interval: Positive = Field(default=1, description="publish after every K-th step; 1 = after each")
+    update_weights_interval: Positive = Field(
+        default=1,
+        description=(
+            "publish after every K-th step, the last one and those that evaluate; 1 = after each. "
+            "Samples may then be K - 1 weight versions older"
+        ),
+    )
     pause_mode: Literal["drain", "retract", "abort"] | None = Field(
         default=None,
         description=(
