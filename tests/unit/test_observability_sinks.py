@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hybridasync.drivers.stepmetrics import batch_metrics
 from hybridasync.observability import names
 from hybridasync.observability.clock import Stopwatch
 from hybridasync.observability.resources import ResourceGauge
@@ -182,6 +183,12 @@ def test_the_metric_names_are_unique_and_explained() -> None:
     constants = {value for key, value in vars(names).items() if key.isupper() and isinstance(value, str)}
     assert constants == set(names.METRICS)
     assert all(metric.meaning and metric.name == name for name, metric in names.METRICS.items())
+
+
+def test_what_the_step_reports_is_registered() -> None:
+    """The numbers of a batch have names of the list, so that every display knows their unit and meaning."""
+    groups = [group(1, (1.0, 0.0)), group(2, (1.0, 1.0))]
+    assert set(batch_metrics(3, groups, groups[:1])) <= set(names.METRICS)
 
 
 def test_observability_starts_without_heavy_imports() -> None:

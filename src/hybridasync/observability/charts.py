@@ -134,7 +134,7 @@ def _reward(axes: Axes, curves: Curves) -> bool:
 
 
 def _accuracy(axes: Axes, curves: Curves) -> bool:
-    shown = _noisy(axes, curves.series(names.ACCURACY), GREY, label="trained samples")
+    shown = _noisy(axes, curves.series(names.ACCURACY), GREY, label="training prompts")
     for name, colour, marker, label in (
         ("accuracy", BLUE, "o", "held out, greedy"),
         ("sampled_accuracy", ORANGE, "s", "held out, sampled"),
@@ -231,7 +231,7 @@ def _value(row: Row, name: str) -> float:
 _CHARTS: tuple[tuple[str, str, Callable[[Axes, Curves], bool]], ...] = (
     ("Reward", "Mean reward of the samples trained on. Noise is normal; the bold line is a moving mean.", _reward),
     ("Accuracy", "Held-out prompts are never trained on. Greedy and sampled should rise together.", _accuracy),
-    ("Throughput", "Response tokens trained on, by end-to-end time: publications and waiting count.", _throughput),
+    ("Throughput", "Response tokens by end-to-end time: publications and waiting count.", _throughput),
     ("Step time", "Where the workers' time went. Much orange: generation is the bottleneck.", _step_time),
     ("Staleness", "How many weight versions lie between a trained sample's oldest token and the update.", _staleness),
     (
@@ -239,7 +239,7 @@ _CHARTS: tuple[tuple[str, str, Callable[[Axes, Curves], bool]], ...] = (
         "Trainer against engine. Stale samples (lines) differ by what training changed; equal weights (dots) agree.",
         _gap,
     ),
-    ("Response length", "Mean length of the trained samples. A rise to the cap means truncation.", _length),
+    ("Response length", "Mean length of a response. A rise to the cap means truncation.", _length),
     ("Entropy", "Of the next-token distribution. A fall to nearly zero ends exploration.", _entropy),
 )
 

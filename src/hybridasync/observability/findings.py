@@ -115,7 +115,7 @@ def _learning(steps: tuple[Row, ...], settled: tuple[Row, ...]) -> Iterator[Find
     if truncated is not None and truncated > TRUNCATED_SHARE:
         yield Finding(
             "warn",
-            f"{truncated:.0%} of the trained samples were cut by the cap: raise rollout.max_response_tokens, "
+            f"{truncated:.0%} of the responses were cut by the cap: raise rollout.max_response_tokens, "
             "or use reward.overlong_buffer_tokens.",
         )
     clipped = _mean(settled, names.CLIP_FRACTION)

@@ -1,7 +1,7 @@
 """The metric names, each with its unit and its meaning: the one list that workers, controller, sinks and report share.
 
-A name never changes its cohort: `*_mean` of rewards and lengths is over the samples that were trained on in that step,
-and what counts another set says so in its meaning.
+A name never changes its cohort: each says whether it is over the samples that were trained on, or over all that the step
+consumed, groups filtered for want of reward variance included.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ GRAD_NORM = _metric("grad_norm", "learning", "global gradient norm before clippi
 LR = _metric("lr", "learning", "learning rate of the last update")
 ACTIVE_TOKENS = _metric("active_tokens", "learning", "response tokens that carried loss", unit="tokens")
 OPTIMIZER_UPDATES = _metric("optimizer_updates", "learning", "optimizer updates of the step")
+HAS_REFERENCE_FORWARD = _metric("has_reference_forward", "learning", "1 if a reference model was computed")
 RATIO_MEAN = _metric("ratio_mean", "policy", "mean importance ratio, current policy to old policy")
+RATIO_MAX = _metric("ratio_max", "policy", "largest importance ratio, current policy to old policy")
 CLIP_FRACTION = _metric("clip_fraction", "policy", "share of active tokens whose ratio was clipped")
 TIS_MEAN = _metric("tis_mean", "policy", "mean truncated importance weight, trainer to engine")
 TIS_CLIP_FRACTION = _metric("tis_clip_fraction", "policy", "share of active tokens whose importance weight was cut")
@@ -49,25 +51,29 @@ LOGPROB_GAP_P99 = _metric("logprob_gap_p99", "policy", "99th percentile of |trai
 LOGPROB_GAP_MAX = _metric(
     "logprob_gap_max", "policy", "largest |trainer - engine log-prob| of a trained token", unit="nats"
 )
+APPROX_KL = _metric("approx_kl", "policy", "mean KL estimate (k3) of the trainer against the engine", unit="nats")
 ENTROPY = _metric("entropy", "policy", "mean entropy of the next-token distribution at active tokens", unit="nats")
 KL = _metric("kl", "policy", "mean KL estimate (k3) of the policy against the reference model", unit="nats")
 EFFECTIVE_SAMPLE_SIZE = _metric("effective_sample_size", "policy", "(sum w)^2 / (n sum w^2) of importance weights")
 
-# Of the controller, over the samples that were trained on in the step.
+# Of the controller, over the samples of the step.
 REWARD_MEAN = _metric("reward_mean", "learning", "mean reward over the trained samples")
 REWARD_GROUP_MEAN = _metric("reward_group_mean", "learning", "mean over trained groups of the mean in the group")
-ACCURACY = _metric("accuracy", "learning", "share of trained samples that were correct")
-RESPONSE_TOKENS = _metric("response_tokens", "rollout", "mean response length of the trained samples", unit="tokens")
-TRUNCATED_FRACTION = _metric("truncated_fraction", "rollout", "share of trained samples cut by the response cap")
+REWARD_GENERATED_MEAN = _metric("reward_generated_mean", "learning", "mean reward over all consumed samples")
+ACCURACY = _metric("accuracy", "learning", "share of all consumed samples that were correct")
+SAMPLES = _metric("samples", "rollout", "samples that the step consumed", unit="samples")
+RESPONSE_TOKENS = _metric("response_tokens", "rollout", "mean response length, all consumed samples", unit="tokens")
+RESPONSE_TOKENS_SUM = _metric("response_tokens_sum", "rollout", "response tokens, all consumed samples", unit="tokens")
+TRUNCATED_FRACTION = _metric("truncated_fraction", "rollout", "share of all consumed samples cut by the response cap")
 GROUPS_FILTERED = _metric("groups_filtered", "rollout", "groups dropped for want of reward variance", unit="groups")
 GROUPS_DROPPED = _metric("groups_dropped", "rollout", "groups lost to failures, or too stale to use", unit="groups")
-IN_FLIGHT = _metric("in_flight", "rollout", "groups being generated when the step ended", unit="groups")
+IN_FLIGHT = _metric("in_flight", "rollout", "requests being generated when the step ended", unit="requests")
 
 # Rates and times of a step.
 RESPONSE_TOK_S = _metric(
-    "response_tok_s", "rollout", "trained response tokens by end-to-end step time", unit="tokens/s"
+    "response_tok_s", "rollout", "consumed response tokens by end-to-end step time", unit="tokens/s"
 )
-SAMPLES_S = _metric("samples_s", "rollout", "trained samples by end-to-end step time", unit="samples/s")
+SAMPLES_S = _metric("samples_s", "rollout", "consumed samples by end-to-end step time", unit="samples/s")
 STEP_S = _metric(
     "step_s", "time", "end-to-end step time, from the end of the previous step, publication included", unit="s"
 )
@@ -80,7 +86,9 @@ ENGINE_IDLE_S = _metric(
 PUBLISH_S = _metric(
     "publish_s", "time", "time of the publication that followed this step; 0 where none was due", unit="s"
 )
-PAUSE_MS = _metric("pause_ms", "publication", "pause of the slowest engine in the last publication", unit="ms")
+PAUSE_MS = _metric(
+    "pause_ms", "publication", "pause of the slowest engine after this step; 0 where none was due", unit="ms"
+)
 PUBLICATIONS = _metric("publications", "publication", "completed publications so far, the first one included")
 WEIGHT_VERSION = _metric("weight_version", "publication", "weight version after the step: completed training steps")
 PARTITION_LAG_MEAN = _metric("partition_lag_mean", "staleness", "step minus its groups' partition, mean", unit="steps")

@@ -168,7 +168,8 @@ class RichProgress:
             self._refresh()
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        self._metrics.update(metrics)
+        paused = metrics.get(names.PAUSE_MS, 0.0) > 0  # steps without a publication don't hide the last one's pause
+        self._metrics.update({name: value for name, value in metrics.items() if paused or name != names.PAUSE_MS})
         if self._task is not None:
             self._bars.update(self._task, advance=1, waiting="")
         self._refresh()
