@@ -103,7 +103,8 @@ def torchrun(script: Path, ranks: int, *args: str, timeout_s: float = 240) -> st
         "--master-port",
         str(port),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
     done = subprocess.run(
         [*command, str(script), *args], capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
     )

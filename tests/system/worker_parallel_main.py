@@ -1,9 +1,8 @@
-"""Run by test_worker_parallel.py on two ranks: every check of the model side that needs a second rank, in one launch."""
+"""Run by test_worker_parallel.py on two ranks: every check of the model side that needs a second one, in one launch."""
 
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,23 +12,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from worker_kit import KINDS, save_model, tiny_config, tiny_hf
+from tests.worker_kit import KINDS, save_model, tiny_config, tiny_hf
 
 from hybridasync.errors import CheckpointError
+from hybridasync.weights.checksums import checksums
 from hybridasync.worker import attention, checkpoints, export, hf_mapping, model, parallel
 
-from megatron.core import parallel_state  # isort: skip
-from megatron.core.distributed import (  # isort: skip
+# isort: split
+# Megatron comes after hybridasync.worker, which prepares it for the CPU.
+from megatron.core import parallel_state
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # isort: skip
-from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # isort: skip
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # isort: skip
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 
 LENGTHS = (40, 3, 17, 1)
 
@@ -103,8 +102,6 @@ def check_layout(tp: int, pp: int, work: Path) -> None:
 
 def write_models(work: Path) -> None:
     """Models on disk, and the checksums of what one process exports."""
-    from hybridasync.weights.checksums import checksums
-
     for kind in KINDS:
         for tied in (False, True):
             reference = tiny_hf(kind, tied=tied, vocab_size=100, num_hidden_layers=4)
