@@ -53,15 +53,20 @@ class Patience:
         return 2 * (self.ping_interval_s + self.ping_s) * self.ping_misses
 
 
-async def join(member: Membership) -> None:
+async def join(member: Membership, *, check: Callable[[], None] | None = None) -> None:
     """The controller's entry into RPC. Within `start_timeout_s` it is done or raises.
 
-    Raises WorkerLost with the rank that never started, or the error that a worker reported.
+    `check` is called while waiting and raises if it knows that a worker has ended. Raises WorkerLost with the rank that
+    never started, or the error that a worker reported.
     """
+    if rpc_endpoint.active():
+        raise errors.ConfigError("this process has a run already; torch RPC can hold one at a time")
     rpc_endpoint.choose_interface(member.interface)
     with anyio.move_on_after(member.start_timeout_s):
         while missing := rpc_endpoint.missing_workers(member):
             _raise_if_failed(member)
+            if check is not None:
+                check()
             await anyio.sleep(_JOIN_POLL_S)
     if missing:
         ranks = ", ".join(map(str, missing))
@@ -175,6 +180,7 @@ class RpcTrainer:
         self._status: dict[int, dict[str, Any]] = {}
         self._beat: asyncio.TimerHandle | None = None
         self._closing = False
+        self._dismissed: set[int] = set()  # they end by themselves
         for rank in self._ranks:
             self._remote(rank, rpc_endpoint.lifeline, done=self._on_lifeline)
         self._ping_all()
@@ -224,7 +230,7 @@ class RpcTrainer:
                 await self._dismiss()
             if self._beat is not None:
                 self._beat.cancel()
-            for rank in set(self._ranks) - set(self._lost):
+            for rank in set(self._ranks) - self._dismissed - set(self._lost):
                 self._remote(rank, rpc_endpoint.abandon, "the controller closed the job", done=_ignore)
             with anyio.move_on_after(self._patience.close_s), suppress(RuntimeError):
                 await _in_daemon_thread(lambda: rpc.shutdown(graceful=False))
@@ -414,7 +420,11 @@ class RpcTrainer:
                 await self._settle(self._current)
             if self._lost or self._fence is not None:
                 return
-            await self._settle(self._send(rpc_endpoint.SHUTDOWN, (), self._patience.close_s))
+            farewell = self._send(rpc_endpoint.SHUTDOWN, (), self._patience.close_s)
+            try:
+                await self._settle(farewell)
+            finally:
+                self._dismissed = set(farewell.answers)
 
 
 def _ignore(_rank: int, _answer: object, _error: BaseException | None) -> None:

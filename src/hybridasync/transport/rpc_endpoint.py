@@ -28,6 +28,7 @@ from typing import NoReturn, TypedDict
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but without types
+from torch._C._distributed_rpc import _is_current_rpc_agent_set
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
@@ -117,6 +118,11 @@ def await_gate(member: Membership) -> None:
     member.prefixed("gate").wait(["open"], timedelta(seconds=member.start_timeout_s))
 
 
+def active() -> bool:
+    """Whether this process is in RPC."""
+    return _is_current_rpc_agent_set()
+
+
 def initialise(member: Membership) -> None:
     """Join RPC. Blocks until every rank does so, `start_timeout_s` seconds at the most."""
     choose_interface(member.interface)
@@ -124,9 +130,11 @@ def initialise(member: Membership) -> None:
     if not _Rendezvous.registered:
         register_rendezvous_handler(_RENDEZVOUS_SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
         _Rendezvous.registered = True
-    # torch counts initialisations of a process and puts the count into its keys. Ranks needn't have the same history
-    # (a script may make one run after the other, each with new workers); our stores are distinct anyway.
+    # torch counts initialisations and barriers of a process and puts the counts into its keys. Ranks needn't have the
+    # same history (a script may make one run after the other, each with new workers); our stores are distinct anyway.
     rpc._init_counter = 0
+    rpc.api._all_gather_sequence_id.clear()
+    rpc.api._all_gather_sequence_id_to_states.clear()
     # uv and basic: the default transports busy-poll a core in every process.
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{_RENDEZVOUS_SCHEME}://",
@@ -216,6 +224,7 @@ class Endpoint:
         self._early: dict[int, _Call] = {}  # arrived before one with a lower number
         self._due: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._busy: tuple[str, float] | None = None
+        self._dismissed = False
 
     def submit(self, seq: int, name: str, payload: bytes) -> torch.futures.Future[Envelope]:
         """File a call. A number that was used already is answered with LocalProtocolError and never runs again."""
@@ -236,10 +245,21 @@ class Endpoint:
         while True:
             call = self._due.get()
             self._busy = (call.name, time.monotonic())
+            self._dismissed = call.name == SHUTDOWN
             call.answer.set_result(self._run(call, operations))
             self._busy = None
-            if call.name == SHUTDOWN:
+            if self._dismissed:
                 return
+
+    def end_with_controller(self) -> None:
+        """Guard: end this process as soon as the connection to the controller breaks. After `initialise`."""
+
+        def broken(_: object) -> None:
+            if self._dismissed:
+                os._exit(0)
+            leave("the controller is gone")
+
+        rpc.rpc_async(CONTROLLER, lifeline, timeout=0).add_done_callback(broken)
 
     def status(self) -> dict[str, object]:
         busy = self._busy
@@ -312,9 +332,3 @@ def leave(reason: str, *, code: int = LOST_CONTROLLER_EXIT_CODE) -> NoReturn:
     sys.stderr.flush()
     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
     os._exit(code)
-
-
-def end_with_controller() -> None:
-    """A worker's guard: ends this process as soon as the connection to the controller breaks."""
-    tie = rpc.rpc_async(CONTROLLER, lifeline, timeout=0)
-    tie.add_done_callback(lambda _: leave("the controller is gone"))

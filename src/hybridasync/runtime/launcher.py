@@ -1,0 +1,187 @@
+"""`hybridasync train` on one machine: start torchrun, pass signals on, restart, and leave no process behind.
+
+The launcher holds no state of the run. The controller's exit code comes through the run directory (see `outcome`),
+because torchrun makes a 1 of every failure. Nodes beyond one start torchrun themselves.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from hybridasync.config.models import Config
+from hybridasync.config.pipeline import Resolved
+from hybridasync.config.resolved import write_resolved
+from hybridasync.errors import ConfigError
+from hybridasync.observability.process import ProcessId, child_environment, descendants, terminate, wait_ended
+from hybridasync.runtime import lock, outcome
+from hybridasync.runtime.local import RANK_PROGRAM, listen
+from hybridasync.runtime.outcome import Outcome
+from hybridasync.transport.rpc import log_tail
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL_S = 0.1
+_CENSUS_S = 1.0
+_AFTER_CONTROLLER_S = 10.0
+"""Workers end by themselves when the controller does; one that hangs would keep torchrun waiting for ever."""
+
+_STOP_S = 45.0
+"""After a signal: the budget of the compensation, and torchrun's own 30 s before it kills its ranks."""
+
+_LEAVE_S = 5.0
+_TERMINATE_S = 3.0
+
+
+def launch(resolved: Resolved, *, run_dir: Path, resume: bool, program: Sequence[str] = RANK_PROGRAM) -> int:
+    """Run the job to its end; answers the exit code. For a process's main thread, which it gives signal handlers.
+
+    A failure (code 1) is followed by up to run.max_restarts further starts, which go on at the last checkpoint.
+    Raises ConfigError: a live run's directory, several nodes, network.master_port taken.
+    """
+    config = resolved.config
+    if config.network.nnodes > 1:
+        raise ConfigError(
+            "is more than one: start `torchrun -m hybridasync.runtime.rank` on each node (docs/multi-node.md)",
+            setting="network.nnodes",
+        )
+    lock.check_free(run_dir)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    write_resolved(config, run_dir)
+    with _receive_signals() as received:
+        for start in range(config.run.max_restarts + 1):
+            going_on = resume or (start > 0 and any((run_dir / "checkpoints").glob("step_*")))
+            code = _Start(config, run_dir, received).run(going_on, program)
+            if code != 1 or start == config.run.max_restarts:
+                break
+            _say(f"restart {start + 1} of {config.run.max_restarts}")
+    return code
+
+
+@contextmanager
+def _receive_signals() -> Iterator[list[signal.Signals]]:
+    received: list[signal.Signals] = []
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, receive) for number in _SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Start:
+    """One start of torchrun, from its first process to the end of its last."""
+
+    def __init__(self, config: Config, run_dir: Path, received: list[signal.Signals]) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._received = received
+        self._passed_on: set[signal.Signals] = set()
+        self._seen: set[ProcessId] = set()  # every process of the job that ever showed up
+        self._controller: ProcessId | None = None
+        self._give_up_at: float | None = None
+
+    def run(self, resume: bool, program: Sequence[str]) -> int:
+        if self._received:
+            return 128 + self._received[0]
+        outcome.clear(self._run_dir)
+        listener = listen(self._config.network.master_addr, self._config.network.master_port)
+        with (
+            listener,
+            subprocess.Popen(
+                self._command(listener.fileno(), resume, program),
+                env=child_environment(),
+                pass_fds=(listener.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on once
+            ) as agent,
+        ):
+            listener.close()
+            try:
+                self._supervise(agent)
+            finally:
+                self._clear_up(agent)
+        return self._code()
+
+    def _command(self, descriptor: int, resume: bool, program: Sequence[str]) -> list[str]:
+        log = self._run_dir / "logs" / "torchrun.log"
+        agent = ["-m", "hybridasync.runtime.agent", "--listen-fd", str(descriptor), "--log", str(log), "--"]
+        ranks = ["--nnodes", "1", "--node-rank", "0", "--nproc-per-node", str(self._config.parallel.num_workers + 1)]
+        job = [*program, str(self._run_dir / "config.resolved.toml"), "--run-dir", str(self._run_dir)]
+        return [sys.executable, *agent, *ranks, *job, *(["--resume"] if resume else [])]
+
+    def _supervise(self, agent: subprocess.Popen[bytes]) -> None:
+        census_at = 0.0
+        while agent.poll() is None:
+            now = time.monotonic()
+            self._pass_signals_on(agent, now)
+            if now >= census_at:
+                self._seen |= descendants(agent.pid)
+                census_at = now + _CENSUS_S
+                self._watch_controller(now)
+            if self._give_up_at is not None and now >= self._give_up_at:
+                return
+            time.sleep(_POLL_S)
+
+    def _pass_signals_on(self, agent: subprocess.Popen[bytes], now: float) -> None:
+        """Each signal once: a repetition would hit the ranks in the middle of their compensation."""
+        for number in tuple(self._received):
+            if number not in self._passed_on:
+                self._passed_on.add(number)
+                agent.send_signal(number)
+                self._set_limit(now + _STOP_S)
+        repeated = len(self._received) - len(self._passed_on)
+        if repeated > 0:
+            del self._received[-repeated:]
+            _say("stopping already: engines are being resumed")
+
+    def _watch_controller(self, now: float) -> None:
+        if self._controller is None:
+            owner = lock.holder(self._run_dir)
+            self._controller = owner if owner in self._seen else None
+        elif not self._controller.alive():
+            self._set_limit(now + _AFTER_CONTROLLER_S)
+
+    def _set_limit(self, at: float) -> None:
+        self._give_up_at = at if self._give_up_at is None else min(at, self._give_up_at)
+
+    def _clear_up(self, agent: subprocess.Popen[bytes]) -> None:
+        """End what is left. The controller is given time when torchrun was killed: it may owe engines a resume."""
+        if agent.poll() is None:
+            terminate([ProcessId.of(agent.pid), *descendants(agent.pid)], grace_s=_TERMINATE_S)
+        agent.wait()
+        if self._controller is not None:
+            wait_ended([self._controller], self._config.publication.resume_budget_s + _LEAVE_S)
+        terminate(wait_ended(self._seen, _LEAVE_S), grace_s=_TERMINATE_S)
+
+    def _code(self) -> int:
+        ended = outcome.read(self._run_dir)
+        if ended is not None and ended.code in (0, 2, 3):
+            return ended.code
+        if self._received:
+            return 128 + self._received[0]
+        if ended is None or ended.code > 128:
+            _say(self._silent_end(ended))
+            return 1
+        return ended.code
+
+    def _silent_end(self, ended: Outcome | None) -> str:
+        what = (
+            "the controller ended without a word" if ended is None else "a worker ended, and torchrun stopped the job"
+        )
+        logs = self._run_dir / "logs"
+        tails = [f"{path.name}:\n{tail}" for path in sorted(logs.glob("worker-*.log")) if (tail := log_tail(path))]
+        return "\n".join([f"{what}; torchrun's own account is in {logs / 'torchrun.log'}", *tails])
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"hybridasync: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,63 @@
+"""How a run ended: the controller's exit code and message, past torchrun, which turns every failure into 1.
+
+Exit codes: 0 done · 1 failed · 2 the user's mistake · 3 an owed resume wasn't acknowledged · 128 + signal: interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hybridasync.errors import CompensationFailed, ConfigError, HybridAsyncError
+
+FILE_NAME = ".exit.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the controller left behind. `message` was already shown on its terminal."""
+
+    code: int
+    message: str = ""
+
+
+def write(run_dir: Path, outcome: Outcome) -> None:
+    """Complete or not at all. Raises OSError."""
+    part = run_dir / f"{FILE_NAME}.part"
+    part.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    part.replace(run_dir / FILE_NAME)
+
+
+def read(run_dir: Path) -> Outcome | None:
+    """None when the controller ended without a word."""
+    try:
+        return Outcome(**json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def clear(run_dir: Path) -> None:
+    (run_dir / FILE_NAME).unlink(missing_ok=True)
+
+
+def of_error(error: BaseException) -> Outcome:
+    """The worst of an error's leaves decides. Only what nobody foresaw is shown with its traceback."""
+    leaves = list(_leaves(error))
+    for kind in (CompensationFailed, ConfigError, HybridAsyncError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return Outcome(leaf.exit_code, "\n".join([str(leaf), *getattr(leaf, "__notes__", ())]))
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+        return Outcome(130, "interrupted")
+    return Outcome(1, "".join(traceback.format_exception(error)))
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,226 @@
+"""transport/rpc.py and rpc_endpoint.py between real processes: this one is the controller of a plain script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import job
+import pytest
+import pytest_asyncio
+from rpc_program import QUICK
+
+from hybridasync.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    LocalProtocolError,
+    StepOutcomeUnknown,
+    TrainerError,
+    WorkerLost,
+)
+from hybridasync.observability.process import ProcessId, descendants, wait_ended
+from hybridasync.runtime.controller import connect
+from hybridasync.transport.rpc import Patience, RpcTrainer
+
+pytestmark = pytest.mark.slow
+
+
+@asynccontextmanager
+async def connected(directory: Path, patience: Patience = QUICK, **network: object) -> AsyncIterator[RpcTrainer]:
+    config = job.config(network={"start_timeout_s": 60.0, **network})
+    async with connect(config, directory, patience=patience, program=(job.PROGRAM,)) as trainer:
+        yield trainer
+
+
+@pytest_asyncio.fixture(scope="class", loop_scope="class")
+async def trainer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RpcTrainer]:
+    """A healthy group of two workers, shared by the tests that leave it healthy. A process has one RPC at a time."""
+    async with connected(tmp_path_factory.mktemp("shared")) as shared:
+        yield shared
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestHealthyGroup:
+    async def test_concurrent_calls_run_in_one_order_on_every_rank(self, trainer: RpcTrainer) -> None:
+        """200 collectives asked for at once: right sums, and all ranks ran them in the order asked for."""
+        sums: dict[int, float] = {}
+
+        async def add(number: int) -> None:
+            sums[number] = await trainer.call("train_step", "sum", number)
+
+        async with anyio.create_task_group() as callers:
+            for number in range(200):
+                callers.start_soon(add, number)
+        assert sums == {number: 2.0 * number for number in range(200)}
+        assert await trainer.call("train_step", "order") == list(range(200))
+
+    async def test_operations_run_in_the_main_thread_of_megatrons_world(self, trainer: RpcTrainer) -> None:
+        """A worker is rank 0..N-1 of N, computes in its main thread, and has the controller's configuration."""
+        assert await trainer.call("train_step", "thread") == (True, "0", "2")
+        assert await trainer.call("train_step", "config") == job.config()
+
+    @pytest.mark.parametrize(
+        ("kind", "expected", "message"),
+        [
+            ("config", ConfigError, "model.dtype: no such thing"),
+            ("diverged", DivergedError, "loss is nan"),
+            ("checkpoint", CheckpointError, "disk full"),
+            ("two", TrainerError, "('ü', 2)"),
+            ("exit", TrainerError, "SystemExit on worker rank"),
+            ("unpicklable", TrainerError, "cannot pickle '_thread.lock' object"),
+        ],
+    )
+    async def test_errors_keep_their_kind(
+        self, trainer: RpcTrainer, kind: str, expected: type[Exception], message: str
+    ) -> None:
+        """What workers raise arrives as our error with text and remote traceback; the group stays usable."""
+        with pytest.raises(expected) as caught:
+            await trainer.call("train_step", "raise", kind)
+        assert type(caught.value) is expected
+        assert message in str(caught.value)
+        if isinstance(caught.value, ConfigError):
+            assert caught.value.setting == "model.dtype"
+        else:
+            assert "On worker rank" in caught.value.__notes__[0] and "Traceback" in caught.value.__notes__[0]
+        assert await trainer.call("train_step", "sum", 1) == 2
+
+    async def test_unchanging_error_of_one_rank_leaves_the_group_usable(self, trainer: RpcTrainer) -> None:
+        """A checkpoint that one rank can't write is an error, but training may go on."""
+        with pytest.raises(CheckpointError):
+            await trainer.call("train_step", "raise", "checkpoint", 2)
+        assert await trainer.call("train_step", "sum", 1) == 2
+
+    async def test_cancelled_call_is_finished_before_the_next(self, trainer: RpcTrainer) -> None:
+        """Cancelling returns at once, the late answer is dropped, and the next call waits for the first."""
+        before = await trainer.call("train_step", "count")
+        started = time.monotonic()
+        with anyio.move_on_after(0.2) as scope:
+            await trainer.call("train_step", "count", 1.0)
+        assert scope.cancelled_caught and time.monotonic() - started < 0.9
+        assert await trainer.call("train_step", "count") == before + 2
+
+    async def test_failure_of_a_cancelled_call_isn_t_lost(self, trainer: RpcTrainer) -> None:
+        """A diverged step whose caller gave up is told to the next caller, with where it comes from."""
+        with anyio.move_on_after(0.1):
+            await trainer.call("train_step", "later", 0.5, "raise", "diverged")
+        with pytest.raises(DivergedError) as caught:
+            await trainer.call("train_step", "sum", 1)
+        assert "earlier call, train_step" in caught.value.__notes__[-1]
+        assert await trainer.call("train_step", "sum", 1) == 2
+
+    async def test_unknown_operation_is_our_bug(self, trainer: RpcTrainer) -> None:
+        """A name that isn't registered is LocalProtocolError, and nothing ran."""
+        with pytest.raises(LocalProtocolError, match="no operation 'rm'"):
+            await trainer.call("rm")
+
+    async def test_number_used_twice_is_refused(self, trainer: RpcTrainer) -> None:
+        """A call with a sequence number that ran already is an error on the worker: a step never runs twice."""
+        before = await trainer.call("train_step", "count")
+        trainer._seq -= 1
+        with pytest.raises(LocalProtocolError, match="sent twice"):
+            await trainer.call("train_step", "count")
+        assert await trainer.call("train_step", "count") == before + 1
+
+    async def test_heartbeat_says_what_a_worker_does(self, trainer: RpcTrainer) -> None:
+        """Pings are answered while the main thread is busy."""
+        async with anyio.create_task_group() as busy:
+            busy.start_soon(trainer.call, "train_step", "count", 1.5)
+            await anyio.sleep(1)
+            assert {state["operation"] for state in trainer.status().values()} == {"train_step"}
+
+
+async def test_c34_slow_step_runs_once(tmp_path: Path) -> None:
+    """A step that takes longer than every control timeout counts once; one past its deadline isn't repeated."""
+    patience = replace(QUICK, call_s=30, ping_s=1)
+    async with connected(tmp_path, patience) as trainer:
+        assert [await trainer.call("train_step", "count", 2.5) for _ in range(2)] == [1, 2]
+        with pytest.raises(StepOutcomeUnknown, match=r"rank 1 \(train_step for"):
+            await trainer.call("train_step", "count", 5, step=7, timeout_s=1)
+        started = time.monotonic()
+        with pytest.raises(StepOutcomeUnknown, match="earlier failure"):
+            await trainer.call("train_step", "count")
+        assert time.monotonic() - started < 0.5
+    assert not descendants(os.getpid())
+
+
+async def test_c34_killed_worker_is_named(tmp_path: Path) -> None:
+    """SIGKILL during a step and between steps: WorkerLost names the rank at once, and closing doesn't hang."""
+    async with connected(tmp_path) as trainer:
+        started = time.monotonic()
+        with pytest.raises(WorkerLost) as caught:
+            await trainer.call("train_step", "end", 2, -signal.SIGKILL, step=3)
+        assert (caught.value.rank, caught.value.step) == (2, 3)
+        assert "its process ended" in str(caught.value) and "| last words of a worker" in str(caught.value)
+        with pytest.raises(WorkerLost):
+            await trainer.call("train_step", "count")
+        with anyio.fail_after(1), pytest.raises(WorkerLost):
+            await trainer.watch()
+        leaving = time.monotonic()
+    assert leaving - started < 5 and time.monotonic() - leaving < 10
+
+
+async def test_loss_is_noticed_without_a_call(tmp_path: Path) -> None:
+    """`watch` raises when an idle worker exits with code 0, which torchrun doesn't mind, or stops answering."""
+    async with connected(tmp_path) as trainer:
+        pids = await trainer.call("train_step", "pid")
+        os.kill(pids[1], signal.SIGSTOP)
+        with anyio.fail_after(15), pytest.raises(WorkerLost, match="rank 1 is lost: no answer to 2 pings"):
+            await trainer.watch()
+    assert not wait_ended({ProcessId.of(pid) for pid in pids.values() if _exists(pid)}, 5)
+
+
+async def test_hanging_rank_doesn_t_hide_another_s_error(tmp_path: Path) -> None:
+    """One rank raises while the other waits in a collective: the error comes after the grace time, not the deadline."""
+    async with connected(tmp_path) as trainer:
+        started = time.monotonic()
+        with pytest.raises(DivergedError):
+            await trainer.call("train_step", "mixed", timeout_s=15)
+        assert time.monotonic() - started < 10
+        with pytest.raises(StepOutcomeUnknown, match="loss is nan"):
+            await trainer.call("train_step", "count")
+
+
+@pytest.mark.parametrize("code", [0, 7])
+async def test_c34_worker_that_never_joins_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A worker process that ends before it joins: the start fails at once with its rank."""
+    monkeypatch.setenv("ABSENT", "2")
+    monkeypatch.setenv("ABSENT_CODE", str(code))
+    started = time.monotonic()
+    with pytest.raises(WorkerLost, match=f"rank 2 is lost: its process ended with code {code} before it joined"):
+        async with connected(tmp_path):
+            pass
+    assert time.monotonic() - started < 30
+
+
+async def test_worker_that_can_t_join_says_why(tmp_path: Path) -> None:
+    """A wrong interface is the user's mistake, and names the setting and what there is."""
+    with pytest.raises(ConfigError, match=r"network.interface: no interface 'nosuch0' here; there are .*lo"):
+        async with connected(tmp_path, interface="nosuch0"):
+            pass
+
+
+async def test_taken_port_is_named(tmp_path: Path) -> None:
+    """A rendezvous port that something else holds is a ConfigError before any process starts."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"network.master_port: can't listen on 127.0.0.1:{port}"):
+            async with connected(tmp_path, master_port=port):
+                pass
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
