@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -179,6 +180,33 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
             if match := _FOREIGN.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number} {match.group()}")
     assert found == []
+
+
+def test_every_dependency_has_its_reason() -> None:
+    """docs/dependencies.md has one line for each dependency of pyproject.toml, of the extras too, and no other."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in wanted} - {"hybridasync"}
+    table = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([^`]+)` \| \w", table, re.MULTILINE)) == names
+
+
+def test_integration_runs_the_command_of_the_readme() -> None:
+    """.ci/run calls what README.md tells people to call, and every document that a document links to is there."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\nbash tests/run.sh\n" in readme
+    assert "bash tests/run.sh" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    missing = [
+        f"{path.relative_to(ROOT)}: {target}"
+        for path in repository_files()
+        if path.suffix == ".md"
+        for target in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text(encoding="utf-8"))
+        if not (path.parent / target).exists()
+    ]
+    assert missing == []
 
 
 def _tests(path: Path) -> Iterator[Function]:

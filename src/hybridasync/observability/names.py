@@ -1,7 +1,7 @@
 """The metric names, each with its unit and its meaning: the one list that workers, controller, sinks and report share.
 
-A name never changes its cohort: each says whether it is over the samples that were trained on, or over all that the step
-consumed, groups filtered for want of reward variance included.
+A name never changes its cohort: each says whether it is over the samples that were trained on, or over all that the
+step consumed, groups filtered for want of reward variance included.
 """
 
 from __future__ import annotations
