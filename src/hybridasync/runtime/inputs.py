@@ -86,7 +86,9 @@ def read_inputs(written: Config, run_dir: Path) -> Inputs:
         notes += [sizing_line(config, sizing, size), *sizing_warnings(config, sizing, size)]
     warm_start = None
     if config.warm_start.steps:
-        warm_start = load_warm_start(str(config.warm_start.data), tokenizer=tokenizer, context_length=context)
+        warm_start = load_warm_start(
+            str(config.warm_start.data), data=config.data, tokenizer=tokenizer, context_length=context
+        )
         notes.append(warm_start.summary)
     return Inputs(
         config=with_sizing(config, sizing),
