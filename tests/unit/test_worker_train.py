@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.worker_kit import save_model, tiny_config, tiny_hf
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from hybridasync.config.models import Config
 from hybridasync.errors import DataError, DivergedError, LocalProtocolError
 from hybridasync.types import LossKind, TrainBatch, TrainSample
 from hybridasync.worker import hf_mapping
 from hybridasync.worker.optimizer import OptimizerSettings, learning_rate
 from hybridasync.worker.service import Worker
-from worker_kit import save_model, tiny_config, tiny_hf
 
 TEMPERATURE = 0.8
 OPTIMIZER = {"lr": 1e-2, "adam_eps": 1e-3, "clip_grad": 0.0, "weight_decay": 0.1}

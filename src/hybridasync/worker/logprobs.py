@@ -20,9 +20,11 @@ class _TokenLogProbs(torch.autograd.Function):
     """Overwrites `logits`, which has to be a tensor that nobody else reads."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, local_targets: Tensor, owned: Tensor, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        width = logits.size(-1)
+        local = targets - (0 if group is None else group.rank() * width)
+        owned = (local >= 0) & (local < width)
+        local_targets = local.clamp(0, width - 1)
         maximum = logits.amax(dim=-1)
         if group is not None:
             dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
@@ -48,7 +50,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return chosen - log_partition, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         probabilities, local_targets, owned, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         result = torch.zeros_like(probabilities)
@@ -59,7 +61,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if grad_logprobs is not None:
             result.addcmul_(probabilities, grad_logprobs[:, None], value=-1.0)
             result.scatter_add_(1, local_targets[:, None], (grad_logprobs * owned)[:, None])
-        return result, None, None, None
+        return result, None, None
 
 
 def token_logprobs(
@@ -74,10 +76,6 @@ def token_logprobs(
     `logits` [R, V / tp] of this rank, any float type, left as they are; `targets` [R] ids of the whole vocabulary.
     `group` is the tensor-parallel group, None when the vocabulary isn't split. Collective over `group`.
     """
-    width = logits.size(-1)
-    offset = 0 if group is None else group.rank() * width
-    scaled = logits.float() / temperature
-    local = targets - offset
-    owned = (local >= 0) & (local < width)
-    logprobs, entropy = _TokenLogProbs.apply(scaled, local.clamp(0, width - 1), owned, group)  # type: ignore[no-untyped-call]
+    scaled = logits.float() / temperature  # a copy in any case
+    logprobs, entropy = _TokenLogProbs.apply(scaled, targets, group)  # type: ignore[no-untyped-call]
     return logprobs, entropy

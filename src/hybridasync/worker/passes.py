@@ -41,7 +41,7 @@ class Passes:
         self, module: torch.nn.Module, micro_batches: Sequence[MicroBatch], *, tokens: int, temperature: float
     ) -> Tensor:
         """Log-prob and entropy of `tokens` response tokens, [2, tokens] in the order of their slots."""
-        return self._run(module, micro_batches, tokens, temperature, loss=None)
+        return self._run(module, micro_batches, tokens=tokens, temperature=temperature, loss=None)
 
     def forward_backward(
         self,
@@ -53,15 +53,15 @@ class Passes:
         loss: TokenLoss,
     ) -> Tensor:
         """As `forward`, and the gradients of the sum of `loss` over all ranks are in the buffers of `module`."""
-        return self._run(module, micro_batches, tokens, temperature, loss=loss)
+        return self._run(module, micro_batches, tokens=tokens, temperature=temperature, loss=loss)
 
     def _run(
         self,
         module: torch.nn.Module,
         micro_batches: Sequence[MicroBatch],
+        *,
         tokens: int,
         temperature: float,
-        *,
         loss: TokenLoss | None,
     ) -> Tensor:
         found = torch.zeros(2, tokens, device=self._device)
