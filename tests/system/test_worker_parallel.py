@@ -28,11 +28,12 @@ def test_c44_padded_vocabulary_and_tied_embedding(output: str, layout: str) -> N
     assert f"ok c44 {layout}" in output
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("distributed", [True, False])
 @pytest.mark.parametrize("layout", ["tp=1 pp=1", "tp=2 pp=1", "tp=1 pp=2"])
-def test_checkpoint_of_data_parallel_two_resumes(output: str, distributed: bool, layout: str) -> None:
+def test_checkpoint_of_data_parallel_two_resumes(output: str, dtype: str, distributed: bool, layout: str) -> None:
     """Saved with DP=2 and either optimizer, training goes on bit-exactly there and equally at TP=2 and PP=2."""
-    assert f"ok checkpoint distributed={distributed} {layout}" in output
+    assert f"ok checkpoint {dtype} distributed={distributed} {layout}" in output
 
 
 def test_checkpoint_before_the_first_step(output: str) -> None:

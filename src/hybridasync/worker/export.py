@@ -63,8 +63,9 @@ def _config_of(gpt: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _cast(tensors: Named, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """To the CPU as well, once for both the checksum and the file."""
     for name, tensor in tensors:
-        yield name, tensor.to(dtype)
+        yield name, tensor.to(device="cpu", dtype=dtype)
 
 
 def _observed(tensors: Named, see: Callable[[str, torch.Tensor], None]) -> Iterator[tuple[str, torch.Tensor]]:
