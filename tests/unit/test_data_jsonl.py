@@ -105,11 +105,10 @@ def test_missing_file_and_directory_are_refused(tmp_path: Path) -> None:
 
 def test_parquet_rows_are_read(tmp_path: Path) -> None:
     """A Parquet file gives the same rows as the JSONL file, and a broken one is the user's mistake."""
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
     path = tmp_path / "data.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": TEXTS, "label": ["1", "2", "3"]}), path)
+    parquet.write_table(pyarrow.table({"prompt": TEXTS, "label": ["1", "2", "3"]}), path)
     rows = read_rows(path, setting=SETTING)
     assert [row.fields["prompt"] for row in rows] == TEXTS
     assert rows[1].place == f"{path}, row 2"
