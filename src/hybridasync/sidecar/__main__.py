@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("set it to the secret that callers must send", setting=TOKEN_VARIABLE)
         host = _host(options)
         with _listener(options.host, options.port) as listener:
-            anyio.run(_serve, host, listener, token, options.announce)
+            anyio.run(partial(_serve, host, listener, token=token, announce=options.announce))
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
@@ -86,7 +87,7 @@ def _listener(host: str, port: int) -> socket.socket:
         raise ConfigError(f"can't listen on {host}:{port}: {error}", setting="--port") from error
 
 
-async def _serve(host: EngineHost, listener: socket.socket, token: str, announce: Path | None) -> None:
+async def _serve(host: EngineHost, listener: socket.socket, *, token: str, announce: Path | None) -> None:
     control = Control(host, TransactionMachine())
     async with _tended(control) as tasks:
         application = SidecarApi(control, token=token, tasks=tasks).application()

@@ -1,0 +1,165 @@
+"""The client of an engine: what it sends, what it makes of an answer, and what it refuses to believe (C45)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from tests.fake_engine import FakeEngine, serving
+
+from hybridasync.errors import EngineError, OutcomeUnknown, Rejected, RemoteProtocolError
+from hybridasync.transport.sglang import SglangServer, parse_completion, version_number
+from hybridasync.types import SamplingParams, VersionSpan, WeightSnapshot
+
+PARAMS = SamplingParams(max_new_tokens=8, temperature=0.7, n=2, stop_token_ids=(2,))
+SNAPSHOT = WeightSnapshot(version=3, path="/snapshots/3", checksums={}, bytes=1, prepare_s=0.0)
+
+
+@pytest.fixture
+def fake() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def url(fake: FakeEngine) -> Iterator[str]:
+    with serving(fake) as url:
+        yield url
+
+
+@pytest.fixture
+async def engine(url: str) -> AsyncIterator[SglangServer]:
+    async with SglangServer("engine-0", url, control_timeout_s=10, request_timeout_s=10) as server:
+        yield server
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": "stop", "matched": 2},
+        "weight_version": "1",
+        "weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 4}],
+        "output_token_logprobs": [[-0.1, 1, None], [-0.2, 2, None], [-0.3, 4, None], [-0.4, 4, None]],
+    }
+    answer: dict[str, Any] = {"text": "hello", "output_ids": [1, 2, 4, 4], "meta_info": meta}
+    for name, value in changes.items():
+        (answer if name in answer else meta)[name] = value
+    return answer
+
+
+async def test_a_group_is_one_request(fake: FakeEngine, engine: SglangServer) -> None:
+    """n completions of one prompt in one call, with ids, log-probs and versions of the same tokens."""
+    fake.bodies["/generate"] = [row(), row(finish_reason={"type": "abort", "message": "x"})]
+    first, second = await engine.generate("r-1", [5, 6], PARAMS)
+    assert first.output_ids == (1, 2, 4, 4) and first.logprobs == (-0.1, -0.2, -0.3, -0.4)
+    assert first.spans == (VersionSpan(0, 0, 1), VersionSpan(1, 1, 4))
+    assert (first.finish_reason, second.finish_reason, first.engine) == ("stop", "abort", "engine-0")
+    path, body = fake.calls[0]
+    assert path == "/generate" and isinstance(body, dict)
+    assert (body["rid"], body["input_ids"], body["return_logprob"]) == ("r-1", [5, 6], True)
+    assert body["sampling_params"] == {
+        "max_new_tokens": 8,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "n": 2,
+        "stop_token_ids": [2],
+    }
+
+
+def test_an_aborted_request_that_made_nothing_is_an_empty_completion() -> None:
+    """No tokens, no log-probs, no spans; not an error."""
+    meta = {"finish_reason": {"type": "abort"}, "weight_version": "default"}
+    completion = parse_completion({"output_ids": [], "meta_info": meta}, "e")
+    assert (completion.output_ids, completion.spans, completion.oldest_version) == ((), (), None)
+
+
+def test_an_engine_without_spans_serves_one_version() -> None:
+    """An older server says only which version it has at the end."""
+    assert parse_completion(row(weight_versions=None), "e").spans == (VersionSpan(1, 0, 4),)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row(output_token_logprobs=[[-0.1, 1, None]] * 5),
+        row(output_token_logprobs=None),
+        row(output_token_logprobs=[[-0.1, 9, None]] * 4),
+        row(finish_reason={"type": "tired"}),
+        row(finish_reason=None),
+        row(weight_versions=[{"version": "1", "start": 0, "end": 3}]),
+        row(weight_versions=[{"version": "1", "start": 1, "end": 4}]),
+        row(weight_versions=[{"version": "one", "start": 0, "end": 4}]),
+        row(output_ids=None),
+        {"meta_info": {}},
+        [],
+        "text",
+    ],
+)
+async def test_c45_answers_that_do_not_line_up_are_refused(fake: FakeEngine, engine: SglangServer, bad: object) -> None:
+    """C45: unequal lengths, foreign tokens, gaps in the versions: never zipped, never guessed."""
+    fake.bodies["/generate"] = [bad, bad]
+    with pytest.raises(RemoteProtocolError):
+        await engine.generate("r", [5], PARAMS)
+
+
+async def test_a_missing_completion_is_refused(fake: FakeEngine, engine: SglangServer) -> None:
+    """Two were asked for, one came."""
+    fake.bodies["/generate"] = row()
+    with pytest.raises(RemoteProtocolError, match="1 completions instead of 2"):
+        await engine.generate("r", [5], PARAMS)
+
+
+@pytest.mark.parametrize("status", [400, 429, 500, 503])
+async def test_a_refused_generation_says_with_which_status(fake: FakeEngine, engine: SglangServer, status: int) -> None:
+    """C54: 400 is not to be retried, 429 and 5xx are; the caller sees which it was."""
+    fake.faults["/generate"] = [status]
+    with pytest.raises(Rejected) as raised:
+        await engine.generate("r", [5], PARAMS)
+    assert raised.value.status == status
+
+
+async def test_weights_are_loaded_under_their_version_and_the_cache_is_dropped(
+    fake: FakeEngine, engine: SglangServer
+) -> None:
+    """C05: the load and the flush are one call."""
+    await engine.update_weights(SNAPSHOT)
+    assert fake.calls[0][1] == {"model_path": "/snapshots/3", "weight_version": "3", "flush_cache": True}
+
+
+async def test_a_failed_load_is_an_error_of_its_kind(fake: FakeEngine, engine: SglangServer) -> None:
+    """400: refused; 500: nobody knows; 200 without success: not what the API allows."""
+    fake.faults["/update_weights_from_disk"] = [400, 500]
+    errors: list[type[EngineError]] = [Rejected, OutcomeUnknown, RemoteProtocolError]
+    for error in errors:
+        fake.bodies["/update_weights_from_disk"] = {"success": False}
+        with pytest.raises(error):
+            await engine.update_weights(SNAPSHOT)
+
+
+async def test_versions_checksums_and_loads_are_read_back(fake: FakeEngine, engine: SglangServer) -> None:
+    """What the publication verifies with; the names of several ranks stay apart."""
+    assert await engine.weight_version() == "default"
+    fake.running, fake.waiting = 2, 3
+    assert await engine.in_flight() == 5
+    fake.bodies["/weights_checker"] = {"ranks": [{"checksums": {"a": "1", "b": "2"}}]}
+    assert await engine.checksums() == {"a": "1", "b": "2"}
+    fake.bodies["/weights_checker"] = {"ranks": [{"checksums": {"a": "1"}}, {"checksums": {"a": "2"}}]}
+    assert await engine.checksums() == {"rank0/a": "1", "rank1/a": "2"}
+    fake.bodies["/weights_checker"] = {"ranks": None}
+    with pytest.raises(RemoteProtocolError):
+        await engine.checksums()
+
+
+async def test_health_is_a_yes_or_a_no(fake: FakeEngine, engine: SglangServer) -> None:
+    """An error of the probe is a no."""
+    assert await engine.healthy()
+    fake.faults["/health"] = [503]
+    assert not await engine.healthy()
+
+
+def test_version_numbers() -> None:
+    """ "default" is version 0; names that aren't ours are refused."""
+    assert [version_number(name) for name in ("default", "0", "17")] == [0, 0, 17]
+    for name in ("v1", "-1", "1.0", "", "²", None, 3):
+        with pytest.raises(ValueError):
+            version_number(name)
