@@ -77,14 +77,14 @@ def read_model_facts(path: str | Path, *, setting: str = "model.hf_checkpoint") 
     architecture = _architecture(config, directory, setting)
     _refuse_variants(config, directory, setting)
     try:
-        return _facts(directory, config, architecture, setting)
+        return _facts(directory, config, architecture=architecture, setting=setting)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{directory / 'config.json'} lacks or garbles {error}", setting=setting) from error
 
 
-def _facts(directory: Path, config: Mapping[str, Any], architecture: str, setting: str) -> ModelFacts:
+def _facts(directory: Path, config: Mapping[str, Any], *, architecture: str, setting: str) -> ModelFacts:
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
     theta, llama3_factor = _rope(config, directory, setting)

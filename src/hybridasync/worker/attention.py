@@ -107,14 +107,14 @@ class SDPACoreAttention(MegatronModule):  # type: ignore[misc]
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
+        *_: object,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: object,
+        **__: object,
     ) -> torch.Tensor:
         """[s, b, heads, d] → [s, b, heads * d], or [t, heads, d] → [t, heads * d] for a pack.
 
-        The mask is causal and nothing else: right padding needs none, because real tokens never look to the right.
+        The mask is causal and nothing else, and Megatron's is ignored: real tokens never look to the right, where the
+        padding is.
         """
         if packed_seq_params is None:
             out_BNSD = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))

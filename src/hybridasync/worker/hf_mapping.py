@@ -56,13 +56,13 @@ def slots(facts: ModelFacts, pp: int) -> Iterator[Slot]:
     per_stage = facts.num_layers // pp
     yield Slot(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), "vocab", 0)
     for layer in range(facts.num_layers):
-        yield from _layer_slots(facts, layer, layer % per_stage, layer // per_stage)
+        yield from _layer_slots(facts, layer, local=layer % per_stage, stage=layer // per_stage)
     yield Slot(("decoder.final_layernorm.weight",), ("model.norm.weight",), "whole", pp - 1)
     if not facts.tied_embeddings:
         yield Slot(("output_layer.weight",), ("lm_head.weight",), "vocab", pp - 1)
 
 
-def _layer_slots(facts: ModelFacts, layer: int, local: int, stage: int) -> Iterator[Slot]:
+def _layer_slots(facts: ModelFacts, layer: int, *, local: int, stage: int) -> Iterator[Slot]:
     hf, mc = f"model.layers.{layer}.", f"decoder.layers.{local}."
 
     def slot(names: tuple[str, ...], parts: tuple[str, ...], split: Split) -> Slot:
@@ -116,7 +116,7 @@ class _Reader:
         return self._open[file].get_slice(name)
 
 
-def _read_shard(reader: _Reader, slot: Slot, facts: ModelFacts, place: Layout) -> torch.Tensor:
+def _read_shard(reader: _Reader, slot: Slot, *, facts: ModelFacts, place: Layout) -> torch.Tensor:
     """What this rank holds of the parameter."""
     views = [reader.slice(part) for part in slot.parts]
     if slot.split == "whole":
@@ -189,11 +189,11 @@ def load_hf(gpt: Any, path: str | Path, *, setting: str = "model.hf_checkpoint")
             for slot in slots(facts, place.pp):
                 if slot.stage == place.pp_rank:
                     parameter = _parameter(parameters, slot)
-                    parameter.copy_(_read_shard(reader, slot, facts, place))
+                    parameter.copy_(_read_shard(reader, slot, facts=facts, place=place))
                     filled.add(parameter)
             if facts.tied_embeddings and place.last_stage and not place.first_stage:
                 head = parameters["output_layer.weight"]  # the last stage's copy of the tied embedding
-                head.copy_(_read_shard(reader, next(slots(facts, place.pp)), facts, place))
+                head.copy_(_read_shard(reader, next(slots(facts, place.pp)), facts=facts, place=place))
                 filled.add(head)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"weights in {path} can't be read: {error}", setting=setting) from error
@@ -222,7 +222,7 @@ def iter_hf(gpt: Any, get: GetTensor = _value) -> Iterator[tuple[str, torch.Tens
     for slot in slots(facts, place.pp):
         tensors: list[torch.Tensor] = []
         if slot.stage == place.pp_rank:
-            tensors = _gather(slot, get(_parameter(parameters, slot)).detach(), facts, place)
+            tensors = _gather(slot, get(_parameter(parameters, slot)).detach(), facts=facts, place=place)
             if place.tp_rank == 0 and slot.stage > 0:
                 for tensor in tensors:
                     dist.send(tensor.contiguous(), group=pipeline, group_dst=0)
@@ -235,7 +235,7 @@ def iter_hf(gpt: Any, get: GetTensor = _value) -> Iterator[tuple[str, torch.Tens
             yield from zip(slot.parts, tensors, strict=True)
 
 
-def _gather(slot: Slot, shard: torch.Tensor, facts: ModelFacts, place: Layout) -> list[torch.Tensor]:
+def _gather(slot: Slot, shard: torch.Tensor, *, facts: ModelFacts, place: Layout) -> list[torch.Tensor]:
     """The whole tensors on tensor parallel rank 0, nothing on the others."""
     if place.tp == 1 or slot.split == "whole":
         return _merge(slot, [shard], facts) if place.tp_rank == 0 else []

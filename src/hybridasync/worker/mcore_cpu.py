@@ -38,7 +38,7 @@ class Rewrite:
     modules: frozenset[str]
 
 
-def _rewrite(name: str, pattern: str, replacement: str, modules: str) -> Rewrite:
+def _rewrite(name: str, pattern: str, replacement: str, *, modules: str) -> Rewrite:
     return Rewrite(name, re.compile(pattern), replacement, frozenset(modules.split()))
 
 
@@ -47,7 +47,7 @@ REWRITES = (
         "move to CUDA",
         r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)",
         "",
-        """dist_checkpointing.exchange_utils models.common.embeddings.rope_utils optimizer.distrib_optimizer
+        modules="""dist_checkpointing.exchange_utils models.common.embeddings.rope_utils optimizer.distrib_optimizer
         models.common.language_module.language_module optimizer.grad_scaler optimizer.optimizer tensor_parallel.data
         utils""",
     ),
@@ -55,7 +55,7 @@ REWRITES = (
         "current device",
         r"torch\.cuda\.current_device\(\)",
         "torch.device('cpu')",
-        """dist_checkpointing.strategies.async_utils dist_checkpointing.strategies.state_dict_saver
+        modules="""dist_checkpointing.strategies.async_utils dist_checkpointing.strategies.state_dict_saver
         distributed.distributed_data_parallel distributed.param_and_grad_buffer
         models.common.embeddings.rotary_pos_embedding models.common.embeddings.yarn_rotary_pos_embedding
         optimizer.distrib_optimizer
@@ -66,7 +66,7 @@ REWRITES = (
         "device literal",
         r"""device=(["'])cuda\1""",
         "device='cpu'",
-        """dist_checkpointing.exchange_utils dist_checkpointing.strategies.state_dict_saver
+        modules="""dist_checkpointing.exchange_utils dist_checkpointing.strategies.state_dict_saver
         distributed.param_and_grad_buffer optimizer.clip_grads optimizer.grad_scaler optimizer.optimizer
         pipeline_parallel.schedules tensor_parallel.data transformer.utils utils""",
     ),
@@ -74,30 +74,32 @@ REWRITES = (
         "tensor type",
         r"torch\.cuda\.(Float|Half|BFloat16)Tensor",
         r"torch.\1Tensor",
-        "optimizer.clip_grads optimizer.distrib_optimizer optimizer.optimizer transformer.module",
+        modules="optimizer.clip_grads optimizer.distrib_optimizer optimizer.optimizer transformer.module",
     ),
     _rewrite(
         "synchronize",
         r"torch\.cuda\.synchronize\(\)",
         "None",
-        """dist_checkpointing.strategies.async_utils dist_checkpointing.strategies.filesystem_async
+        modules="""dist_checkpointing.strategies.async_utils dist_checkpointing.strategies.filesystem_async
         dist_checkpointing.strategies.fully_parallel dist_checkpointing.tensor_aware_state_dict
         distributed.distributed_data_parallel pipeline_parallel.p2p_communication timers utils""",
     ),
-    _rewrite("read RNG state", r"torch\.cuda\.get_rng_state\(\)", "torch.get_rng_state()", "tensor_parallel.random"),
+    _rewrite(
+        "read RNG state", r"torch\.cuda\.get_rng_state\(\)", "torch.get_rng_state()", modules="tensor_parallel.random"
+    ),
     _rewrite(
         "read RNG state of a device",
         r"torch\.cuda\.random\.get_rng_state\(device=device\)",
         "torch.get_rng_state()",
-        "tensor_parallel.random",
+        modules="tensor_parallel.random",
     ),
     _rewrite(
         "write RNG state",
         r"(?m)^    _lazy_call\(cb\)$",
         "    torch.set_rng_state(new_state)",
-        "tensor_parallel.random",
+        modules="tensor_parallel.random",
     ),
-    _rewrite("seed", r"torch\.cuda\.manual_seed\(", "torch.manual_seed(", "tensor_parallel.random"),
+    _rewrite("seed", r"torch\.cuda\.manual_seed\(", "torch.manual_seed(", modules="tensor_parallel.random"),
 )
 
 MODULES = frozenset(module for rewrite in REWRITES for module in rewrite.modules)
