@@ -155,7 +155,7 @@ def records(metrics: list[dict[str, object]], evaluations: list[dict[str, object
         ({"effective_sample_size": 0.2}, "warn", "effective sample size is 20%"),
         ({"groups_filtered": 3.0}, "info", "3.0 groups a step"),
         ({"nan_inf": 2}, "bad", "2 values were not finite"),
-        ({"errors": 4}, "warn", "4 errors"),
+        ({"errors": 4}, "warn", "4 warnings and errors"),
     ],
 )
 def test_each_trouble_has_its_sentence(change: dict[str, object], level: str, says: str) -> None:

@@ -19,6 +19,7 @@ from hybridasync.observability import names
 from hybridasync.observability.clock import Stopwatch
 from hybridasync.observability.resources import ResourceGauge
 from hybridasync.observability.sinks import RunSinks, prometheus_text
+from hybridasync.observability.summary import write_summary
 from hybridasync.ports import MetricSink
 from hybridasync.types import Completion, EvalResult, Group, Prompt, PublicationResult, Sample, VersionSpan
 
@@ -119,8 +120,21 @@ def test_values_that_are_not_finite_are_null_named_and_counted(tmp_path: Path) -
     (row,) = rows(tmp_path / "metrics.jsonl")
     assert (row["loss"], row["grad_norm"], row["lr"], row["weight_version"]) == (None, None, 0.1, 3)
     assert row["non_finite"] == ["grad_norm", "loss"]
-    assert sinks.non_finite == 2
+    assert (row["nan_inf"], row["errors"]) == (2, 0)
     assert rows(tmp_path / "events.jsonl")[0]["event"] == "metrics.non_finite"
+
+
+def test_errors_are_counted_over_a_resume(tmp_path: Path) -> None:
+    """Each row says how many warnings and errors there were so far; a resume goes on counting; so says the summary."""
+    for step in range(2):
+        sinks = make_sinks(tmp_path)
+        sinks.event("engine.lost", level="warning")
+        sinks.event("engine.back")
+        sinks.step(step, {"loss": 1.0})
+        sinks.event("late", level="error")
+        sinks.close()
+    assert [row["errors"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 3]
+    assert write_summary(tmp_path, status="completed", wall_s=1.0)["errors"] == 4
 
 
 def test_samples_are_spread_over_groups(tmp_path: Path) -> None:
@@ -151,7 +165,7 @@ def test_a_full_disk_stops_no_sink(tmp_path: Path) -> None:
     """With no file that can be written all calls return, losses are counted and each file is spoken of once."""
     for name in ("metrics", "samples", "evaluations"):
         (tmp_path / f"{name}.jsonl").mkdir()
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    (tmp_path / "events.jsonl").mkdir()
     (tmp_path / "tensorboard").write_text("in the way")
     (tmp_path / "metrics.prom").mkdir()
     said: list[str] = []

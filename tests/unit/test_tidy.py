@@ -20,6 +20,7 @@ MAX_POSITIONAL = 3
 # Signatures that a library prescribes: the file, the function and whose it is.
 PRESCRIBED_SIGNATURES = {
     ("src/hybridasync/worker/attention.py", "forward"): "megatron-core's core attention",
+    ("src/hybridasync/worker/logprobs.py", "forward"): "torch.autograd.Function.apply knows no keywords",
 }
 # Threads share state, so a process has them in one file at most.
 THREADS_IN = {

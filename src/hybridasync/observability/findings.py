@@ -54,8 +54,8 @@ def _ending(records: RunRecords) -> Iterator[Finding]:
         yield Finding("warn", "No training step was completed.")
     if nan_inf := records.latest(names.NAN_INF):
         yield Finding("bad", f"{nan_inf:.0f} values were not finite; events.jsonl names them (metrics.non_finite).")
-    if errors := records.latest(names.ERRORS):
-        yield Finding("warn", f"{errors:.0f} errors were met and handled; events.jsonl has them.")
+    if errors := max(records.errors, records.latest(names.ERRORS) or 0):
+        yield Finding("warn", f"{errors:.0f} warnings and errors were logged; events.jsonl has them.")
 
 
 def _accuracy(records: RunRecords) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from hybridasync.observability.jsonl import JsonLines, complain
+from hybridasync.observability.jsonl import JsonLines, complain, read
 
 LEVELS: Mapping[str, int] = {
     "debug": logging.DEBUG,
@@ -21,6 +21,8 @@ LEVELS: Mapping[str, int] = {
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
+NON_FINITE = "metrics.non_finite"
+FOREIGN = "log"  # a record of another library
 _MAX_FIELD = 200  # characters of one field on the console; the file has all of it
 
 
@@ -80,6 +82,15 @@ class EventLog:
         return event
 
 
+def count_errors(path: Path) -> int:
+    """Events of level warning or error in a file, except what has a count of its own or comes from other libraries.
+
+    Raises OSError for a file that is there and can't be read.
+    """
+    apart = (NON_FINITE, FOREIGN)
+    return sum(1 for row in read(path) if row.get("level") in ("warning", "error") and row.get("event") not in apart)
+
+
 def human_line(event: Mapping[str, object]) -> str:
     """`warning engine.lost engine=engine-0 detail=…`: one line whatever the fields hold."""
     fields = " ".join(
@@ -125,4 +136,4 @@ class _StdlibBridge(logging.Handler):
         names = {number: name for name, number in LEVELS.items()}
         level = names.get(min(record.levelno, logging.ERROR), "info")
         extra = {"exception": logging.Formatter().formatException(record.exc_info)} if record.exc_info else {}
-        self._log.event("log", level=level, logger=record.name, message=message, **extra)
+        self._log.event(FOREIGN, level=level, logger=record.name, message=message, **extra)

@@ -74,9 +74,7 @@ RESPONSE_TOK_S = _metric(
     "response_tok_s", "rollout", "consumed response tokens by end-to-end step time", unit="tokens/s"
 )
 SAMPLES_S = _metric("samples_s", "rollout", "consumed samples by end-to-end step time", unit="samples/s")
-STEP_S = _metric(
-    "step_s", "time", "end-to-end step time, from the end of the previous step, publication included", unit="s"
-)
+STEP_S = _metric("step_s", "time", "end-to-end step time, with waiting, publication and checkpoint", unit="s")
 FRAMEWORK_S = _metric("framework_s", "time", "step time without publication and evaluation", unit="s")
 TRAIN_S = _metric("train_s", "time", "time of the training step on the workers", unit="s")
 TRAIN_WAIT_S = _metric("train_wait_s", "time", "time that the workers waited for a complete batch", unit="s")
@@ -102,7 +100,7 @@ VERSION_LAG_MAX = _metric(
 
 # Counters of the run and use of the machine.
 SAMPLES_TRAINED = _metric("samples_trained", "run", "samples trained on so far", unit="samples")
-ERRORS = _metric("errors", "run", "errors handled so far: requests, rewards, publications, engines")
+ERRORS = _metric("errors", "run", "events of level warning or error so far")
 NAN_INF = _metric("nan_inf", "run", "values of the run so far that were not finite")
 CONTROLLER_RSS_MIB = _metric("controller_rss_mib", "system", "resident memory of the controller process", unit="MiB")
 TRAINER_RSS_MIB = _metric(

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from hybridasync.observability import names
 from hybridasync.observability.jsonl import JsonLines, complain, read, replace_atomically
-from hybridasync.observability.logs import EventLog
+from hybridasync.observability.logs import NON_FINITE, EventLog, count_errors
 from hybridasync.observability.tensorboard import TensorBoardFile
 from hybridasync.types import EvalResult, Group, PublicationResult, Sample
 
@@ -60,9 +60,10 @@ class RunSinks:
         self._samples = JsonLines(run_dir / "samples.jsonl", on_first_loss=self._lost)
         self._board = TensorBoardFile(run_dir / "tensorboard", on_loss=self._lost) if settings.tensorboard else None
         self._prometheus_lost = 0
-        self._last_step = _last(run_dir / "metrics.jsonl", "step")
-        self._last_evaluation = _last(run_dir / "evaluations.jsonl", "step")
-        self.non_finite = 0
+        self._last_step = _largest(run_dir / "metrics.jsonl", "step")
+        self._last_evaluation = _largest(run_dir / "evaluations.jsonl", "step")
+        self.errors = _errors_so_far(run_dir / "events.jsonl")
+        self.non_finite = max(0, _largest(run_dir / "metrics.jsonl", names.NAN_INF))
 
     @property
     def lost(self) -> int:
@@ -83,16 +84,20 @@ class RunSinks:
                 self._board.rewind(completed)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` is 0-based. Values that aren't finite are written as null, named in `non_finite`, and counted."""
+        """`step` is 0-based. Values that aren't finite are written as null, named in `non_finite`, and counted.
+
+        The counts of errors and of such values are added to the row.
+        """
         if step <= self._last_step:
             self.rewind(step)
         finite = {name: number for name, value in metrics.items() if (number := _finite(value)) is not None}
         bad = sorted(metrics.keys() - finite.keys())
+        self.non_finite += len(bad)
+        finite = {names.ERRORS: self.errors, names.NAN_INF: self.non_finite} | finite
         row = {"step": step, "time": _now(), **finite, **dict.fromkeys(bad)}
         if bad:
-            self.non_finite += len(bad)
             row["non_finite"] = bad
-            self.event("metrics.non_finite", level="warning", step=step, names=bad)
+            self.log.event(NON_FINITE, level="warning", step=step, names=bad)
         self._metrics.append(row)
         self._last_step = step
         self._scalars(step, {names.tag(name): value for name, value in finite.items()})
@@ -127,6 +132,9 @@ class RunSinks:
             self._samples.append(_sample_row(step, group, group.samples[index]) | {"advantage": advantage})
 
     def event(self, name: str, /, **fields: object) -> None:
+        """Write an event. Those of level warning and error count as errors of the run."""
+        if fields.get("level") in ("warning", "error"):
+            self.errors += 1
         self.log.event(name, **fields)
 
     def close(self) -> None:
@@ -205,7 +213,14 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _last(path: Path, key: str) -> int:
+def _errors_so_far(path: Path) -> int:
+    try:
+        return count_errors(path)
+    except OSError:
+        return 0
+
+
+def _largest(path: Path, key: str) -> int:
     """The largest `key` in the file, -1 if there is none."""
     try:
         return max((at for row in read(path) if isinstance(at := row.get(key), int)), default=-1)

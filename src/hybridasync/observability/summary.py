@@ -13,6 +13,7 @@ from typing import Literal
 
 from hybridasync.observability import names
 from hybridasync.observability.jsonl import Row, complain, plain, read, replace_atomically
+from hybridasync.observability.logs import count_errors
 
 Status = Literal["running", "completed", "failed", "interrupted"]
 
@@ -25,6 +26,7 @@ class RunRecords:
     evaluations: tuple[Row, ...]
     summary: Row
     config_toml: str
+    errors: int = 0  # events of level warning or error, those of other libraries not counted
 
     def latest(self, name: str) -> float | None:
         """The last number under `name`; of a counter that is the total."""
@@ -39,6 +41,7 @@ def read_run(run_dir: Path) -> RunRecords:
         evaluations=tuple(row for row in read(run_dir / "evaluations.jsonl") if isinstance(row.get("step"), int)),
         summary=_read_object(run_dir / "summary.json"),
         config_toml=_read_text(run_dir / "config.resolved.toml"),
+        errors=count_errors(run_dir / "events.jsonl"),
     )
 
 
@@ -65,7 +68,7 @@ def summarize(records: RunRecords, *, status: Status, wall_s: float) -> Row:
         "response_tok_s": _mean(records.metrics, names.RESPONSE_TOK_S),
         "step_s": _mean(records.metrics, names.STEP_S),
         "wall_s": round(wall_s, 3),
-        "errors": _whole(records.latest(names.ERRORS)),
+        "errors": max(records.errors, _whole(records.latest(names.ERRORS))),
         "nan_inf": _whole(records.latest(names.NAN_INF)),
     }
 
