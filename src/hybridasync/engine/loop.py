@@ -91,16 +91,14 @@ class DecoderThread:
 
     def _drain_commands(self) -> bool:
         """Run what is queued; wait if there is nothing else to do. False: stop."""
-        block = not self._scheduler.has_work()
         while True:
             try:
-                command = self._commands.get(block=block)
+                command = self._commands.get(block=not self._scheduler.has_work())
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
-            block = not self._scheduler.has_work()
 
 
 def _settle(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from hybridasync.engine.sampling import TOP_K_ALL
 
@@ -28,6 +28,18 @@ class Sampling:
     min_p: float = 0.0
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
+
+
+class StreamSink(Protocol):
+    """Hears of each token. Called on the decoder's thread; must not block."""
+
+    def token(self, sequence: GeneratedSequence, token: int, logprob: float, version: str) -> None:
+        """Not called for the last token of a sequence."""
+        ...
+
+    def end(self, sequence: GeneratedSequence) -> None:
+        """The sequence is complete; its fields hold everything."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -68,16 +80,13 @@ class GeneratedSequence:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """One prompt and its samples. The callbacks run on the decoder's thread and must not block.
-
-    `on_token(sequence, token, log-prob, version)` is called for each token, if given.
-    """
+    """One prompt and its samples. `on_finish` runs on the decoder's thread and must not block."""
 
     rid: str
     input_ids: Sequence[int]
     sampling: Sampling
     on_finish: Callable[[Group], None]
-    on_token: Callable[[GeneratedSequence, int, float, str], None] | None = None
+    stream: StreamSink | None = None
     logprob_start: int = -1  # first prompt position whose log-prob is wanted; -1 for none
     created: float = field(default_factory=time.perf_counter)
     finished: float = 0.0

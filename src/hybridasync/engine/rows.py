@@ -234,7 +234,7 @@ class Rows:
 
     def _refresh_flags(self) -> None:
         groups = {sequence.group for sequence in self.sequences if sequence is not None}
-        self.any_streaming = any(group.on_token is not None for group in groups)
+        self.any_streaming = any(group.stream is not None for group in groups)
         given = [group.sampling for group in groups]
         self._flags = (
             any(s.temperature == 0 for s in given),

@@ -11,6 +11,7 @@ Everything here runs on the decoder's thread, between two tokens. The rules are 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -246,7 +247,7 @@ class Scheduler:
         targets = torch.tensor(ids[start + 1 :], dtype=torch.int64, device=hidden.device)
         logits = self.decoder.logits(self.weights, hidden[start : len(ids) - 1])
         picked: list[float] = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0].tolist()
-        return [None, *picked]
+        return [None, *(value if math.isfinite(value) else None for value in picked)]
 
     def _decode(self) -> None:
         rows, state = self.rows, self.rows.state
@@ -260,18 +261,19 @@ class Scheduler:
 
     def _after_sampling(self, rows: torch.Tensor | slice, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         leaving = self.rows.record(rows, tokens, logprobs)
-        self._stream(rows, tokens, logprobs)
+        if self.rows.any_streaming:
+            self._stream(rows, tokens, logprobs, set(leaving.rows) if leaving else set())
         if leaving is not None:
             self._finish_leaving(leaving)
 
-    def _stream(self, rows: torch.Tensor | slice, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-        if not self.rows.any_streaming:
-            return
+    def _stream(
+        self, rows: torch.Tensor | slice, tokens: torch.Tensor, logprobs: torch.Tensor, ending: set[int]
+    ) -> None:
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
         for place, row in enumerate(numbers):
             sequence = self.rows.sequences[row]
-            if sequence is not None and sequence.group.on_token and sequence.group.sampling.max_new_tokens:
-                sequence.group.on_token(sequence, int(tokens[place]), float(logprobs[place]), self.version)
+            if sequence is not None and sequence.group.stream and row not in ending:
+                sequence.group.stream.token(sequence, int(tokens[place]), float(logprobs[place]), self.version)
 
     # --- ends
 
@@ -298,6 +300,8 @@ class Scheduler:
         sequence.finish = reason
         sequence.final_version = self.version
         group = sequence.group
+        if group.stream:
+            group.stream.end(sequence)
         group.unfinished -= 1
         if group.unfinished == 0:
             self._groups.pop(group.rid, None)

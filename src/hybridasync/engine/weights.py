@@ -111,6 +111,7 @@ class WeightStore:
         """`weights` with some tensors replaced; the others are shared. Raises WeightMismatchError."""
         return self._build(named, base=weights)
 
+    @torch.no_grad()
     def _build(self, named: Iterable[tuple[str, torch.Tensor]], base: Weights | None) -> Weights:
         result: dict[str, torch.Tensor] = dict(base.named) if base else {}
         fresh: set[str] = set()

@@ -1,0 +1,248 @@
+"""The engine behind its HTTP routes: control calls, weight updates and their rules; knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import anyio
+import torch
+
+from hybridasync.engine.loop import DecoderThread
+from hybridasync.engine.requests import Group, Sampling
+from hybridasync.engine.scheduler import Loads, PauseMode, Scheduler
+from hybridasync.engine.schema import ModelLimits, UpdateFromDiskBody, UpdateFromTensorBody
+from hybridasync.engine.unpickle import named_tensors
+from hybridasync.engine.weights import Weights, WeightStore
+from hybridasync.weights.checksums import overall
+from hybridasync.weights.snapshot import read_tensors
+
+SGLANG_VERSION = "0.5.23"
+HEALTH_TIMEOUT_S = 20.0
+"""SGLang's: a batch of long prompts may keep a healthy engine from answering for seconds."""
+T = TypeVar("T")
+Outcome = tuple[bool, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the server was started with; answered by `/server_info`."""
+
+    model_path: str
+    device: str
+    dtype: str
+    max_running_requests: int
+    context_length: int
+    max_total_tokens: int
+    random_seed: int
+
+
+class EngineService:
+    def __init__(
+        self, thread: DecoderThread, scheduler: Scheduler, store: WeightStore, settings: EngineSettings
+    ) -> None:
+        self.thread = thread
+        self.settings = settings
+        self.model_path = settings.model_path
+        self.weight_version = scheduler.version
+        self.config = store.config
+        self.limits = ModelLimits(
+            vocab_size=store.config.vocab_size,
+            context_length=settings.context_length,
+            eos_token_ids=store.config.eos_token_ids,
+        )
+        self._scheduler = scheduler  # its attributes `weights` and `paused` are read as one reference, nothing else
+        self._store = store
+        self._updating = anyio.Lock()
+        self._session_open = False
+        self._started = time.time()
+
+    @property
+    def paused(self) -> bool:
+        return self._scheduler.paused is not None
+
+    # --- requests
+
+    def submit(self, groups: list[Group], failed: Callable[[BaseException], None]) -> None:
+        """Queue them; `failed` gets RequestError for an id that is in use and EngineDeadError, on any thread."""
+
+        def settled(future: Future[None]) -> None:
+            if error := future.exception():
+                failed(error)
+
+        self.thread.call(lambda scheduler: scheduler.submit(groups)).add_done_callback(settled)
+
+    def drop(self, groups: list[Group]) -> None:
+        """Their client is gone."""
+        rids = [group.rid for group in groups]
+        self.thread.call(lambda scheduler: scheduler.drop(rids))
+
+    async def abort(self, rid: str | None, abort_all: bool) -> None:
+        if abort_all:
+            await self._call(lambda scheduler: scheduler.abort_all())
+        elif rid:
+            await self._call(lambda scheduler: scheduler.abort(rid))
+
+    async def healthy(self) -> bool:
+        """Really generates a token."""
+        if self.paused or not self.thread.alive:
+            return False
+        done: Future[Group] = Future()
+        done.set_running_or_notify_cancel()
+        group = Group(f"HEALTH_CHECK_{time.time_ns()}", [0], Sampling(1, temperature=0.0), done.set_result)
+        self.submit([group], done.set_exception)
+        with anyio.move_on_after(HEALTH_TIMEOUT_S):
+            finished = await asyncio.wrap_future(done)
+            return all(s.finish is not None and s.finish["type"] != "abort" for s in finished.sequences)
+        self.drop([group])
+        return False
+
+    async def loads(self) -> Loads:
+        return await self._call(lambda scheduler: scheduler.loads())
+
+    # --- pausing
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call(lambda scheduler: scheduler.pause(mode))
+
+    async def resume(self) -> None:
+        await self._call(lambda scheduler: scheduler.resume())
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` seconds for an idle engine."""
+        deadline = anyio.current_time() + timeout_s
+        while not (flushed := await self._call(lambda scheduler: scheduler.flush())):
+            if anyio.current_time() >= deadline:
+                break
+            await anyio.sleep(0.05)
+        return flushed
+
+    # --- weights
+
+    async def update_from_disk(self, body: UpdateFromDiskBody) -> Outcome:
+        """Read and check beside the live weights while decoding goes on, then switch."""
+        async with self._updating:
+            if body.abort_all_requests:
+                await self.abort(None, abort_all=True)
+            try:
+                weights = await anyio.to_thread.run_sync(self._read, body.model_path)
+            except (OSError, ValueError, RuntimeError) as error:
+                return False, f"Failed to update weights: {error}. The old weights are kept."
+            success, message = await self._install(weights, version=body.weight_version, flush=body.flush_cache)
+            if success:
+                self.model_path = body.model_path
+            return success, message
+
+    async def begin_update(self) -> Outcome:
+        async with self._updating:
+            if self._session_open:
+                return False, "a weight-update session is already open; call end_weight_update() first"
+            await self._call_exclusive(lambda _: None)
+            self._session_open = True
+            return True, "Success"
+
+    async def end_update(self) -> Outcome:
+        async with self._updating:
+            if not self._session_open:
+                return False, "no weight-update session is open; call begin_weight_update() first"
+            self._session_open = False
+            return True, "Success"
+
+    async def update_from_tensor(self, body: UpdateFromTensorBody) -> Outcome:
+        """Each call switches to the tensors it brought: between two calls the weights are mixed, as in SGLang."""
+        async with self._updating:
+            if not self._session_open:
+                rule = "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
+                return False, rule
+            if body.abort_all_requests:
+                await self.abort(None, abort_all=True)
+            try:
+                weights = await anyio.to_thread.run_sync(
+                    self._unpack, body.serialized_named_tensors[0], body.load_format
+                )
+            except (ValueError, RuntimeError) as error:
+                return False, f"Failed to update weights: {error}. The old weights are kept."
+            return await self._install(weights, version=body.weight_version, flush=body.flush_cache)
+
+    async def update_version(self, version: str, *, abort_all: bool) -> None:
+        if abort_all:
+            await self.abort(None, abort_all=True)
+        await self._call(lambda scheduler: scheduler.install(None, version=version, flush=False))
+        self.weight_version = version
+
+    async def check_weights(self, skip: list[str] | None) -> dict[str, Any]:
+        """SGLang's answer of action `checksum`."""
+        weights = self._scheduler.weights
+        values = await anyio.to_thread.run_sync(weights.checksums)
+        kept = {name: value for name, value in values.items() if not any(part in name for part in skip or ())}
+        total = overall(kept)
+        place = {f"{kind}_{what}": int(what == "size") for kind in ("tp", "dp", "pp") for what in ("rank", "size")}
+        info = {"role": "target", **place, "rank": 0, "size": 1}
+        rank = {"checksums": kept, "per_gpu_checksum": total, "parallelism_info": [info]}
+        engine = hashlib.sha256(total.encode()).hexdigest()
+        return {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": engine}
+
+    # --- information
+
+    def model_info(self) -> dict[str, Any]:
+        return {
+            "model_path": self.model_path,
+            "served_model_name": self.model_path,
+            "tokenizer_path": self.settings.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": self.weight_version,
+            "load_format": "auto",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": self.config.model_type,
+            "architectures": [self.config.architecture],
+        }
+
+    async def server_info(self) -> dict[str, Any]:
+        loads = await self.loads()
+        state = {"num_running_reqs": loads.running, "num_waiting_reqs": loads.waiting, "engine_paused": self.paused}
+        return {
+            **asdict(self.settings),
+            "skip_tokenizer_init": True,
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+            "status": "ready" if self.thread.alive else "unhealthy",
+            "max_total_num_tokens": self.settings.max_total_tokens,
+            "internal_states": [state],
+            "startup_time": self._started,
+            "pid": os.getpid(),
+            "torch_version": torch.__version__,
+            "version": SGLANG_VERSION,
+            "frontend": "hybridasync",
+        }
+
+    def _read(self, path: str) -> Weights:
+        return self._store.load(read_tensors(path))
+
+    def _unpack(self, payload: str, load_format: str | None) -> Weights:
+        return self._store.updated(self._scheduler.weights, named_tensors(payload, load_format))
+
+    async def _install(self, weights: Weights, *, version: str | None, flush: bool) -> Outcome:
+        """When the switch happened but the cache couldn't be flushed, `/model_info` keeps the old version (SGLang's
+        behaviour): the engine is torn, and says so with 400."""
+        success, message = await self._call_exclusive(
+            lambda scheduler: scheduler.install(weights, version=version, flush=flush)
+        )
+        if success and version is not None:
+            self.weight_version = version
+            message += f" Weight version updated to {version}."
+        return success, message
+
+    async def _call(self, function: Callable[[Scheduler], T]) -> T:
+        return await asyncio.wrap_future(self.thread.call(function))
+
+    async def _call_exclusive(self, function: Callable[[Scheduler], T]) -> T:
+        return await asyncio.wrap_future(self.thread.call_exclusive(function))
