@@ -20,6 +20,7 @@ from hybridasync.observability import names
 from hybridasync.observability.jsonl import Row
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2563c9", "#d9722b", "#23936a", "#9aa3ae", "#3b4350"
+_PART_COLOURS = (BLUE, ORANGE, GREEN, "#d5dae1")
 Series = tuple[list[float], list[float]]  # x and y
 
 MAX_POINTS = 400  # of one curve; more are averaged, so that a report of a long run stays small
@@ -79,6 +80,8 @@ def draw_all(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[Chart]:
                 axes.set_xlabel("completed training steps")
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
                 axes.margins(x=0.02)
+                if axes.get_xlim()[1] - axes.get_xlim()[0] < 1:
+                    axes.set_xlim(0, 2)  # one step only
                 drawn.append(Chart(title, caption, _svg(figure, number)))
     return drawn
 
@@ -141,12 +144,13 @@ def _accuracy(axes: Axes, curves: Curves) -> bool:
     ):
         x, y = curves.evaluated(name)
         if y:
-            axes.plot(x, y, color=colour, marker=marker, markersize=4.5, linewidth=1.2, label=label)
+            shape = marker if len(y) <= 40 else None
+            axes.plot(x, y, color=colour, marker=shape, markersize=4.5, linewidth=1.2, label=label)
             shown = True
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel("share correct")
     if shown:
-        axes.legend(loc="lower right")
+        axes.legend(loc="best")
     return shown
 
 
@@ -163,13 +167,18 @@ def _step_time(axes: Axes, curves: Curves) -> bool:
     x = [_value(row, "step") + 1 for row in rows]
     stacked = [[_value(row, name) for row in rows] for name in parts]
     stacked.append([max(0.0, _value(row, names.STEP_S) - sum(_value(row, name) for name in parts)) for row in rows])
-    labels = ("training", "waiting for samples", "publication", "other")
-    axes.stackplot(x, *stacked, labels=labels, colors=(BLUE, ORANGE, GREEN, "#d5dae1"), linewidth=0)
+    parts_shown = zip(stacked, ("training", "waiting for samples", "publication", "other"), _PART_COLOURS, strict=True)
+    width = (x[-1] - x[0]) / max(1, len(x) - 1) or 1.0
+    edges = [x[0] - width / 2 + width * index for index in range(len(x) + 1)]
+    below = [0.0] * len(rows)
+    for heights, label, colour in parts_shown:
+        top = [low + height for low, height in zip(below, heights, strict=True)]
+        axes.stairs(top, edges, baseline=below, fill=True, label=label, color=colour, linewidth=0)
+        below = top
     axes.set_ylabel("seconds")
     axes.legend(loc="upper right", ncols=2)
-    top = sorted(sum(column) for column in zip(*stacked, strict=True))
     # A slow first step (compilation, cold caches) must not flatten the rest, and the legend needs room.
-    axes.set_ylim(0, 1.6 * top[int(0.97 * (len(top) - 1))] or 1.0)
+    axes.set_ylim(0, 1.6 * sorted(below)[int(0.97 * (len(below) - 1))] or 1.0)
     return True
 
 
