@@ -20,7 +20,12 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 lint() {
-    "$VENV/bin/ruff" check . && "$VENV/bin/ruff" format --check . && "$VENV/bin/mypy" && "$python" tests/trace_ids.py >/dev/null
+    local failed=0
+    "$VENV/bin/ruff" check --output-format concise . || failed=1
+    "$VENV/bin/ruff" format --check . || failed=1
+    "$VENV/bin/mypy" || failed=1
+    "$python" tests/trace_ids.py >/dev/null || failed=1
+    return "$failed"
 }
 lint >"$scratch/lint" 2>&1 &
 lint_pid=$!
