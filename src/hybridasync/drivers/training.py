@@ -72,11 +72,12 @@ class TrainingLoop:
         self.evaluations: list[EvalResult] = []
 
     async def begin(self) -> None:
-        """The initial publication (R13) and, where configured, the evaluation before training (R50)."""
+        """The initial publication (R13), the evaluation before training where configured (R50), then the rollout."""
         await self.publish(None)
         resumed = self.step > 0
         if self._parts.evaluation and not resumed and not self._config.eval.skip_eval_before_train:
             await self.evaluate()
+        self._background.start_soon(self._parts.rollout.run)
 
     async def one_step(self) -> Step | None:
         """None once all steps are done, with the last evaluation and checkpoint finished."""
