@@ -45,14 +45,17 @@ def make_config(root: Path, parallel: dict[str, Any]) -> Config:
 
 
 def make_batch(step: int) -> TrainBatch:
-    """Nine ragged samples, one of them masked: portions and ranks get unequal shares."""
+    """Nine ragged samples, some with one prompt, one masked: portions and ranks get unequal shares."""
     rng = random.Random(step)
+    prompt: tuple[int, ...] = ()
     samples = []
     for index in range(9):
-        prompt, response = rng.randint(1, 9), rng.randint(1, 12)
-        ids = tuple(rng.randrange(100) for _ in range(prompt + response))
+        if index % 3 != 1:
+            prompt = tuple(rng.randrange(1, 100) for _ in range(rng.randint(1, 9)))
+        response = rng.randint(1, 12)
+        ids = prompt + tuple(rng.randrange(1, 100) for _ in range(response))
         rollout = tuple(rng.uniform(-6.0, -2.0) for _ in range(response))
-        samples.append(TrainSample(index, ids, prompt, rollout, rng.gauss(0.0, 1.0), masked=index == 4))
+        samples.append(TrainSample(index, ids, len(prompt), rollout, rng.gauss(0.0, 1.0), masked=index == 4))
     return TrainBatch(step, "policy", tuple(samples))
 
 

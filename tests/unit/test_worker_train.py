@@ -59,14 +59,20 @@ def make_config(models: dict[str, Path], **sections: Any) -> Config:
 
 
 def make_samples(count: int = 6, *, seed: int = 0) -> list[TrainSample]:
-    """Ragged samples whose rollout log-probs are plausible but not the policy's own."""
+    """Ragged samples, some with one prompt; their rollout log-probs are plausible but not the policy's own.
+
+    Token 0 is left out: for `transformers` it is padding, whose embedding gets no gradient.
+    """
     rng = random.Random(seed)
+    prompt: tuple[int, ...] = ()
     samples = []
     for index in range(count):
-        prompt, response = rng.randint(1, 9), rng.randint(1, 12)
-        ids = tuple(rng.randrange(100) for _ in range(prompt + response))
+        if index % 3 != 1:
+            prompt = tuple(rng.randrange(1, 100) for _ in range(rng.randint(1, 9)))
+        response = rng.randint(1, 12)
+        ids = prompt + tuple(rng.randrange(1, 100) for _ in range(response))
         rollout = tuple(rng.uniform(-6.0, -2.0) for _ in range(response))
-        samples.append(TrainSample(index, ids, prompt, rollout, rng.gauss(0.0, 1.0)))
+        samples.append(TrainSample(index, ids, len(prompt), rollout, rng.gauss(0.0, 1.0)))
     return samples
 
 

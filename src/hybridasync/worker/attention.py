@@ -29,7 +29,7 @@ class Bucket:
     sequences: int
     length: int
     tokens: torch.Tensor  # [sequences * length] index into the pack; padding repeats the sequence's last token
-    kept: torch.Tensor  # index into the flattened bucket of what isn't padding
+    kept: torch.Tensor  # index into the flattened bucket of what isn't padding, each token of the pack once
 
 
 @dataclass
@@ -54,14 +54,36 @@ def plan_of(cu_seqlens: torch.Tensor) -> PackPlan:
     return plan
 
 
-def make_plan(lengths: Sequence[int], device: torch.device) -> PackPlan:
+@dataclass(frozen=True, slots=True)
+class SharedTokens:
+    """Sequences of a pack that have tokens in common: one beginning, held once, with several continuations.
+
+    A token attends to nothing behind it, so what it computes is the same in every sequence that it belongs to.
+    """
+
+    lengths: list[int]  # of each sequence, the common tokens counted in each
+    tokens: torch.Tensor  # [sum(lengths)] place in the pack of each token of each sequence
+    owned: torch.Tensor  # [sum(lengths)] true in exactly one sequence for each token of the pack
+
+
+def share(cu_seqlens: torch.Tensor, shared: SharedTokens) -> None:
+    """Let the pack that `cu_seqlens` belongs to be these sequences, whatever its own boundaries say."""
+    if cu_seqlens not in _plans:
+        _plans[cu_seqlens] = make_plan(shared.lengths, cu_seqlens.device, shared=shared)
+
+
+def make_plan(lengths: Sequence[int], device: torch.device, *, shared: SharedTokens | None = None) -> PackPlan:
     """Group sequences so that each is longer than half its bucket, or shorter than SHORT_SEQUENCE.
 
     So padding at most doubles the tokens of long ones, and there are at most log2(longest / SHORT_SEQUENCE) + 2 groups.
     """
     lengths_S = torch.tensor(lengths, dtype=torch.long)
     starts_S = lengths_S.cumsum(0) - lengths_S
-    positions = torch.arange(int(lengths_S.sum())) - starts_S.repeat_interleave(lengths_S)
+    ramp = torch.arange(int(lengths_S.sum())) - starts_S.repeat_interleave(lengths_S)
+    tokens = torch.arange(ramp.numel()) if shared is None else shared.tokens
+    owned = torch.ones(ramp.numel(), dtype=torch.bool) if shared is None else shared.owned
+    positions = torch.empty(int(owned.sum()), dtype=torch.long)
+    positions[tokens[owned]] = ramp[owned]
     order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     for i in order:
@@ -74,10 +96,10 @@ def make_plan(lengths: Sequence[int], device: torch.device) -> PackPlan:
         length = lengths[group[0]]
         column_L = torch.arange(length)
         last_S = lengths_S[group, None] - 1
-        tokens_SL = starts_S[group, None] + torch.minimum(column_L, last_S)
-        kept = (column_L <= last_S).flatten().nonzero().flatten()
-        packed.append(tokens_SL.flatten()[kept])
-        buckets.append(Bucket(len(group), length, tokens_SL.flatten().to(device), kept.to(device)))
+        places = (starts_S[group, None] + torch.minimum(column_L, last_S)).flatten()
+        kept = ((column_L <= last_S).flatten() & owned[places]).nonzero().flatten()
+        packed.append(tokens[places[kept]])
+        buckets.append(Bucket(len(group), length, tokens[places].to(device), kept.to(device)))
     unpack = torch.cat(packed).argsort()
     return PackPlan(positions.to(device), buckets, unpack.to(device))
 

@@ -1,6 +1,10 @@
 """Samples → micro-batches: packed sequences, balanced over data-parallel ranks, without a loop over tokens.
 
 Every rank packs the same samples with the same deterministic rule and keeps its own part, so nothing is exchanged.
+
+The samples of a group have their prompt in common. Where the attention can do that (`share_prompts`), a prompt is
+packed once, with the responses behind it: a *family*. It is computed once and gets the gradients of all its responses,
+which is exact, since a prompt token sees no response. Elsewhere each sample is a family of its own.
 """
 
 from __future__ import annotations
@@ -21,20 +25,35 @@ from hybridasync.types import TrainSample
 Indices = npt.NDArray[np.int64]
 
 
+MAX_SHARING = 4
+# Attention still works on whole sequences, prompt and response. Its share of the activations is bounded by counting a
+# family with at least a quarter of the tokens that it would have unshared.
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The B sequences of a pack in which prompts are shared, V tokens in all when each has its prompt to itself."""
+
+    lengths: Indices  # [B]
+    tokens: Tensor  # [V] place in the pack
+    owned: Tensor  # [V] false where the token is the prompt of an earlier sequence
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """B sequences laid end to end: T positions in all, R of which predict a response token.
+    """F families laid end to end: T positions in all, R of which predict a response token.
 
-    The last token of a sequence predicts nothing and is left out.
+    The last token of a response predicts nothing and is left out.
     """
 
     input_ids: Tensor  # [1, T]
-    position_ids: Tensor  # [1, T], starting at 0 in each sequence
-    cu_seqlens: Tensor  # [B + 1] int32, where the sequences start and end
-    max_seqlen: int
-    predictors: Tensor  # [R] positions in 0..T whose logits predict a response token
-    targets: Tensor  # [R] the tokens they predict
-    slots: Tensor  # [R] place of each of these tokens among the response tokens of all the samples packed
+    position_ids: Tensor  # [1, T], place of each token in its sequence
+    cu_seqlens: Tensor  # [F + 1] int32, where the families start and end
+    max_seqlen: int  # of a sequence, its prompt included
+    predictors: Tensor  # [P] positions in 0..T whose logits predict a response token; the end of a prompt several times
+    targets: Tensor  # [P] the tokens they predict
+    slots: Tensor  # [P] place of each of these tokens among the response tokens of all the samples packed
+    sequences: Sequences | None = None  # None: each family is one sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +64,7 @@ class SampleTable:
     offsets: Indices  # [S] where each sample starts in input_ids
     lengths: Indices  # [S] tokens of each sample
     response_starts: Indices  # [S]
+    prompts: list[int]  # [S] number of the sample's prompt; equal for equal prompts
     response_lengths: Indices = field(init=False)  # [S]
     slots: Indices = field(init=False)  # [S] place of the first response token among all response tokens
 
@@ -65,7 +85,46 @@ class SampleTable:
                 "at least one prompt and one response token are needed"
             )
         ids = np.fromiter(chain.from_iterable(s.input_ids for s in samples), np.int64, int(lengths.sum()))
-        return cls(ids, np.cumsum(lengths) - lengths, lengths, starts)
+        numbers: dict[tuple[int, ...], int] = {}
+        prompts = [numbers.setdefault(s.input_ids[: s.response_start], len(numbers)) for s in samples]
+        return cls(ids, np.cumsum(lengths) - lengths, lengths, starts, prompts)
+
+
+@dataclass(slots=True)
+class Family:
+    """Samples with one prompt that are packed together. `unshared` is what they would need without sharing it."""
+
+    samples: list[int]
+    tokens: int
+    unshared: int
+
+    @property
+    def cost(self) -> int:
+        return self.cost_with(0, 0)
+
+    def cost_with(self, prompt: int, response: int) -> int:
+        """Its cost with one more sample of so many tokens."""
+        return max(self.tokens + response, -(-(self.unshared + prompt + response) // MAX_SHARING))
+
+    def add(self, sample: int, *, prompt: int, response: int) -> None:
+        self.samples.append(sample)
+        self.tokens += response
+        self.unshared += prompt + response
+
+
+def families_of(table: SampleTable, *, capacity: int, most: int) -> list[Family]:
+    """The samples by prompt, at most `most` in a family. A family of more than one costs at most `capacity` tokens."""
+    families: list[Family] = []
+    current: dict[int, Family] = {}
+    prompts, fed = table.response_starts.tolist(), (table.response_lengths - 1).tolist()
+    for sample, number in enumerate(table.prompts):
+        prompt, response = prompts[sample], fed[sample]
+        family = current.get(number)
+        if family is None or len(family.samples) >= most or family.cost_with(prompt, response) > capacity:
+            current[number] = family = Family([], prompt, 0)
+            families.append(family)
+        family.add(sample, prompt=prompt, response=response)
+    return families
 
 
 def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -114,31 +173,55 @@ def plan(lengths: Sequence[int], *, ranks: int, capacity: int) -> list[list[list
     return [bins + [[] for _ in range(count - len(bins))] for bins in plans]
 
 
-def pack(table: SampleTable, *, rank: int, ranks: int, capacity: int, device: torch.device) -> list[MicroBatch]:
+def pack(
+    table: SampleTable, *, rank: int, ranks: int, capacity: int, device: torch.device, share_prompts: bool = False
+) -> list[MicroBatch]:
     """The micro-batches of data-parallel rank `rank`, on `device`. `capacity` is in tokens."""
-    fed = table.lengths - 1
-    bins = plan(fed.tolist(), ranks=ranks, capacity=capacity)[rank]
-    return [_pack_one(table, np.asarray(chosen, dtype=np.int64), device) for chosen in bins]
+    # A group that is more than a rank's fair share would leave other ranks without work.
+    fair_share = -(-len(table.prompts) // ranks)
+    families = families_of(table, capacity=capacity, most=fair_share if share_prompts else 1)
+    bins = plan([family.cost for family in families], ranks=ranks, capacity=capacity)[rank]
+    return [_pack_one(table, [families[index] for index in chosen], device) for chosen in bins]
 
 
-def _pack_one(table: SampleTable, chosen: Indices, device: torch.device) -> MicroBatch:
-    if not chosen.size:
+def _pack_one(table: SampleTable, families: Sequence[Family], device: torch.device) -> MicroBatch:
+    if not families:
         return _without_loss(table, device)
-    fed = table.lengths[chosen] - 1
-    starts = np.cumsum(fed) - fed
-    positions = _ramps(fed)
-    tokens = np.repeat(table.offsets[chosen], fed) + positions
-    responses = table.response_lengths[chosen]
+    sizes = np.asarray([len(family.samples) for family in families], dtype=np.int64)
+    chosen = np.fromiter(chain.from_iterable(family.samples for family in families), np.int64, int(sizes.sum()))
+    leads = _ramps(sizes) == 0  # the first of each family brings the prompt
+    prompts, responses = table.response_starts[chosen], table.response_lengths[chosen]
+    skipped = np.where(leads, 0, prompts)
+    own = prompts - skipped + responses - 1
+    starts = np.cumsum(own) - own
+    prompt_starts = np.repeat(starts[leads], sizes)
+    response_starts = starts + prompts - skipped
+    positions = np.repeat(skipped, own) + _ramps(own)
+    ids = table.input_ids[np.repeat(table.offsets[chosen], own) + positions]
     ramp = _ramps(responses)
-    predictors = np.repeat(starts + table.response_starts[chosen] - 1, responses) + ramp
+    predictors = np.repeat(response_starts - 1, responses) + ramp
+    first = ramp == 0
+    predictors[first] = prompt_starts + prompts - 1
+    lengths = prompts + responses - 1
+    shared = None
+    if not leads.all():
+        place = _ramps(lengths)
+        in_prompt = place < np.repeat(prompts, lengths)
+        tokens = place + np.repeat(response_starts - prompts, lengths)
+        tokens[in_prompt] = (place + np.repeat(prompt_starts, lengths))[in_prompt]
+        owned = ~in_prompt | np.repeat(leads, lengths)
+        shared = Sequences(lengths, torch.from_numpy(tokens), torch.from_numpy(owned))
     return MicroBatch(
-        input_ids=torch.from_numpy(table.input_ids[tokens])[None].to(device),
+        input_ids=torch.from_numpy(ids)[None].to(device),
         position_ids=torch.from_numpy(positions)[None].to(device),
-        cu_seqlens=torch.from_numpy(np.append(starts, fed.sum()).astype(np.int32)).to(device),
-        max_seqlen=int(fed.max()),
+        cu_seqlens=torch.from_numpy(np.append(starts[leads], own.sum()).astype(np.int32)).to(device),
+        max_seqlen=int(lengths.max()),
         predictors=torch.from_numpy(predictors).to(device),
-        targets=torch.from_numpy(table.input_ids[tokens[predictors] + 1]).to(device),
+        targets=torch.from_numpy(table.input_ids[np.repeat(table.offsets[chosen] + prompts, responses) + ramp]).to(
+            device
+        ),
         slots=torch.from_numpy(np.repeat(table.slots[chosen], responses) + ramp).to(device),
+        sequences=shared,
     )
 
 

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from hybridasync.worker.attention import SDPACoreAttention, SharedTokens, share
 from hybridasync.worker.logprobs import token_logprobs
 from hybridasync.worker.model import ModelBundle
 from hybridasync.worker.packing import MicroBatch
@@ -35,6 +36,7 @@ class Passes:
         # Float16Module would copy the logits of every position to fp32; only those of response tokens are needed.
         self._options: dict[str, Any] = {} if bundle.module is bundle.gpt else {"fp32_output": False}
         self._schedule = get_forward_backward_func()
+        self.shares_prompts = any(isinstance(part, SDPACoreAttention) for part in bundle.gpt.modules())
 
     @torch.no_grad()
     def forward(
@@ -87,6 +89,9 @@ class Passes:
         **options: Any,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch = next(batches)
+        if (sequences := batch.sequences) is not None:
+            lengths = sequences.lengths.tolist()
+            share(batch.cu_seqlens, SharedTokens(lengths, sequences.tokens, sequences.owned))
         pack = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=batch.cu_seqlens,

@@ -182,6 +182,7 @@ class StepRunner:
             ranks=self._place.dp,
             capacity=self._config.parallel.max_tokens_per_micro_batch,
             device=self._bundle.device,
+            share_prompts=self._passes.shares_prompts,
         )
 
     def _add_old_logprobs(self, updates: list[Update]) -> None:
