@@ -94,6 +94,7 @@ def test_c49_rows(gold: str, response: str, expected: float) -> None:
         (r"\text{(B)}", r"\boxed{B}", 1.0),
         (r"We get \boxed{\frac{3}{4}}", "0.75", 1.0),
         ("48/2 = <<48/2=24>>24\n#### 72", "She sold 48+24 = 72 clips.", 1.0),
+        ("72", "48/2 = $<<48/2=24>>24, so 72\n#### 72", 1.0),
         ("5", "", 0.0),
         ("5", "\x00\\frac{}{}{", 0.0),
         ("5", r"\boxed{}", 0.0),

@@ -7,7 +7,7 @@ import re
 from hybridasync.rewards import gsm8k
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_ANCHOR = re.compile(r"(?i)\banswer\s*(?:is|:|=)\s*:?")
+_ANCHOR = re.compile(r"(?i)####|\banswer\s*(?:is|:|=)\s*:?")
 _MATH = re.compile(r"(?s)\$\$(.+?)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _CURRENCY = re.compile(r"\\\$|\$(?=\s*-?[\d.])")
 _AMOUNT_IN_PROSE = re.compile(r"-?[\d,.]+\s+[A-Za-z]{2,}")
@@ -21,7 +21,7 @@ _PERCENT = re.compile(r"(.+?)\s*\\?%")
 def find_answer(text: str) -> str | None:
     """The answer of a response, or None.
 
-    The last box counts; one that isn't closed is no answer. Without a box: what follows the last "answer is", else the
+    The last box counts; one that isn't closed is no answer. Else what follows the last "answer is" or "####", else the
     last formula, else the whole text if it is an expression, else its last number.
     """
     boxes = list(_BOX.finditer(text))
@@ -38,10 +38,9 @@ def find_answer(text: str) -> str | None:
 
 
 def gold_answer(label: str) -> str:
-    """The gold answer: a last box or what follows "####" in a whole solution, else the label, delimiters taken off."""
+    """The gold answer: that of a whole solution (with a box or "####"), else the label, delimiters taken off."""
     if _BOX.search(label) or gsm8k.MARKER in label:
-        found = find_answer(label) if _BOX.search(label) else label.rpartition(gsm8k.MARKER)[2]
-        return (found or "").strip()
+        return find_answer(label) or ""
     formula = _MATH.fullmatch(label.strip())
     return next(group for group in formula.groups() if group is not None) if formula else label.strip()
 

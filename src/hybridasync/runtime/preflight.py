@@ -103,7 +103,7 @@ def check_ports(config: Config) -> None:
 
 def _checks(config: Config) -> Iterator[Callable[[], object]]:
     data, evaluation = config.data, config.eval
-    both = (data.prompt_key, data.label_key)
+    both = tuple(key for key in (data.prompt_key, data.label_key) if key)  # label_key "" is data without answers
     if config.prepare.function is not None:
         function = config.prepare.function
         yield lambda: resolve_function(function, setting="prepare.function")
