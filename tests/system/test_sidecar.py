@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import psutil
 import pytest
 from tests.fake_engine import FakeEngine, serving
 
-from hybridasync.errors import NotSent, OutcomeUnknown, Rejected
+from hybridasync.errors import EngineError, NotSent, OutcomeUnknown, Rejected
 from hybridasync.observability.process import child_environment
 from hybridasync.transport.sidecar import SidecarClient
 
@@ -276,6 +276,30 @@ def test_a_sidecar_that_is_stopped_resumes_an_attached_engine(sidecars: Sidecars
         running.process.terminate()
         assert running.process.wait(DEADLINE_S) == 0
         assert not fake.paused
+
+
+async def test_a_sidecar_that_is_stopped_in_the_middle_of_a_pause_undoes_it(
+    sidecars: Sidecars, fake: FakeEngine
+) -> None:
+    """R88, server shutdown: the pause is on its way to the engine when SIGTERM comes; afterwards the engine runs."""
+    fake.faults["/pause_generation"] = [2.5]
+    with attached(sidecars, fake) as running:
+
+        async def pause() -> None:
+            async with running.client() as client:
+                with suppress(EngineError):
+                    await client.pause(txn(0), "retract", 60.0)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pause)
+            while not fake.calls:  # noqa: ASYNC110 - the engine is in another thread
+                await anyio.sleep(0.02)
+            for _ in range(3):  # an impatient user
+                running.process.terminate()
+                await anyio.sleep(0.1)
+            assert await anyio.to_thread.run_sync(running.process.wait, DEADLINE_S) == 0
+        assert not fake.paused
+    assert fake.done.count("/continue_generation") == 1
 
 
 def test_a_killed_engine_is_down_at_once(sidecars: Sidecars) -> None:

@@ -89,25 +89,30 @@ def _listener(host: str, port: int) -> socket.socket:
 
 async def _serve(host: EngineHost, listener: socket.socket, *, token: str, announce: Path | None) -> None:
     control = Control(host, TransactionMachine())
-    async with _tended(control) as tasks:
-        application = SidecarApi(control, token=token, tasks=tasks).application()
-        config = uvicorn.Config(
-            application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
-        )
-        server = _Server(config)
-        if announce is not None:
-            address, port = listener.getsockname()[:2]
-            content = {"url": f"http://{address}:{port}", "port": port, "pid": os.getpid()}
-            replace_atomically(announce, json.dumps(content).encode())
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    # Outermost: a second signal must not cut the last resume short.
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with _tended(control) as tasks:
+            application = SidecarApi(control, token=token, tasks=tasks).application()
+            config = uvicorn.Config(
+                application, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
+            )
+            server = _Server(config)
 
             async def stop_on_signal() -> None:
                 async for _ in signals:
                     server.should_exit = True
 
             tasks.start_soon(stop_on_signal)
+            if announce is not None:
+                _announce(announce, listener)
             await server.serve(sockets=[listener])
             tasks.cancel_scope.cancel()
+
+
+def _announce(path: Path, listener: socket.socket) -> None:
+    address, port = listener.getsockname()[:2]
+    content = {"url": f"http://{address}:{port}", "port": port, "pid": os.getpid()}
+    replace_atomically(path, json.dumps(content).encode())
 
 
 @asynccontextmanager
