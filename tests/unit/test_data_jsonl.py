@@ -1,4 +1,5 @@
 import codecs
+import datetime
 import json
 import os
 import subprocess
@@ -108,10 +109,12 @@ def test_parquet_rows_are_read(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
     path = tmp_path / "data.parquet"
-    parquet.write_table(pyarrow.table({"prompt": TEXTS, "label": ["1", "2", "3"]}), path)
+    days = [datetime.date(2026, 1, day) for day in (1, 2, 3)]
+    parquet.write_table(pyarrow.table({"prompt": TEXTS, "label": ["1", "2", "3"], "day": days}), path)
     rows = read_rows(path, setting=SETTING)
     assert [row.fields["prompt"] for row in rows] == TEXTS
     assert rows[1].place == f"{path}, row 2"
+    assert json.loads(json.dumps(rows[1].fields))["day"] == "2026-01-02"
     path.write_bytes(b"PAR1 not really")
     with pytest.raises(ConfigError, match="isn't a readable Parquet file"):
         read_rows(path, setting=SETTING)

@@ -93,4 +93,5 @@ def _read_parquet(file: Path, setting: str) -> Iterator[Row]:
     except pyarrow.lib.ArrowException as error:
         raise ConfigError(f"{file} isn't a readable Parquet file: {error}", setting=setting) from error
     for number, fields in enumerate(records, start=1):
-        yield Row(number, f"{file}, row {number}", fields)
+        # Checkpoints hold rows as JSON, so times and decimals of a table become text here, as JSONL would have them.
+        yield Row(number, f"{file}, row {number}", json.loads(json.dumps(fields, default=str)))

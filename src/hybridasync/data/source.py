@@ -69,9 +69,7 @@ class PromptDataset:
 
     def prompts(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` prompts (default: all) in the file's order, for evaluation; `uid` is the position."""
-        return [
-            self.prompt(i, uid=i, epoch=0) for i in range(len(self.rows) if limit is None else limit) if i < len(self)
-        ]
+        return [self.prompt(index, uid=index, epoch=0) for index in range(len(self.rows[:limit]))]
 
 
 def load_prompts(
