@@ -21,6 +21,7 @@ MAX_POSITIONAL = 3
 PRESCRIBED_SIGNATURES = {
     ("src/hybridasync/worker/attention.py", "forward"): "megatron-core's core attention",
     ("src/hybridasync/worker/logprobs.py", "forward"): "torch.autograd.Function.apply knows no keywords",
+    ("src/hybridasync/engine/unpickle.py", "_rebuild_tensor"): "a pickle of torch calls it by position",
 }
 # Threads share state, so a process has them in one file at most.
 THREADS_IN = {
