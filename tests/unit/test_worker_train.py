@@ -16,6 +16,7 @@ from tests.worker_kit import save_model, tiny_config, tiny_hf
 
 from hybridasync.config.models import Config
 from hybridasync.errors import DataError, DivergedError, LocalProtocolError
+from hybridasync.observability import names
 from hybridasync.types import LossKind, TrainBatch, TrainSample
 from hybridasync.worker import hf_mapping
 from hybridasync.worker.optimizer import OptimizerSettings, learning_rate
@@ -146,6 +147,7 @@ def test_a_grpo_step_equals_plain_pytorch(models: dict[str, Path]) -> None:
         assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
         assert result.metrics["active_tokens"] == sum(len(s.rollout_logprobs) for s in samples)
         assert (result.metrics["ratio_mean"], result.metrics["optimizer_updates"]) == (1.0, 1.0)
+        assert set(result.metrics) <= set(names.METRICS)
         assert_same_gradients(worker, model)
         adam.step()
         for name, value in weights(worker).items():
