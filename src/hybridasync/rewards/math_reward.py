@@ -99,7 +99,9 @@ class _Grader:
             raise RewardError(f"math_verify: the grading process can't be started: {error}") from error
         grader = cls(process)
         try:
-            await grader._receive(START_DEADLINE_S)
+            first = await grader._receive(START_DEADLINE_S)
+            if first.get("score") != 1.0:
+                raise RewardError(f"math_verify doesn't work here: it can't tell that 0.5 is a half ({first})")
         except GraderHungError as error:
             await grader.kill()
             raise RewardError(f"math_verify: the grading process isn't up after {START_DEADLINE_S:g} s") from error

@@ -1,7 +1,8 @@
 """The process that grades: `python -m hybridasync.rewards.math_worker`, one JSON request a line, one answer a line.
 
 A request is {"label": …, "text": …}; without a text only the gold answer is checked. An answer is {"score": …} or
-{"error": …}. The first line says {"ready": true}. It ends with its input.
+{"error": …}. The first line is the answer to a question of its own: the grader works here, and is warm. It ends with its
+input.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import BinaryIO
 from hybridasync.errors import RewardError
 from hybridasync.observability.process import die_with_parent
 
+FIRST = ("0.5", r"\frac{1}{2}")
+"""Text and label that are equal by algebra alone."""
+
 
 def main() -> None:
     die_with_parent(signal.SIGKILL)
@@ -23,17 +27,18 @@ def main() -> None:
     os.dup2(2, 1)  # a library that prints must not speak into the protocol
     from hybridasync.rewards import math_grader
 
-    _say(answers, {"ready": True})
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
+    def answer(text: str | None, label: str) -> None:
         try:
-            if request["text"] is None:
-                math_grader.check_label(request["label"])
-                _say(answers, {"score": 0.0})
-            else:
-                _say(answers, {"score": math_grader.score(request["text"], request["label"])})
+            if text is None:
+                math_grader.check_label(label)
+            _say(answers, {"score": 0.0 if text is None else math_grader.score(text, label)})
         except RewardError as error:
             _say(answers, {"error": str(error)})
+
+    answer(*FIRST)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        answer(request["text"], request["label"])
 
 
 def _say(stream: BinaryIO, answer: dict[str, object]) -> None:
