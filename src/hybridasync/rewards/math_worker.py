@@ -1,8 +1,8 @@
 """The process that grades: `python -m hybridasync.rewards.math_worker`, one JSON request a line, one answer a line.
 
 A request is {"label": …, "text": …}; without a text only the gold answer is checked. An answer is {"score": …} or
-{"error": …}. The first line is the answer to a question of its own: the grader works here, and is warm. It ends with its
-input.
+{"error": …}. The first line is the answer to a question of its own: the grader works here, and is warm. The process
+ends with its input.
 """
 
 from __future__ import annotations
