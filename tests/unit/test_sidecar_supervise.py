@@ -68,6 +68,12 @@ async def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert "exit code 127" in reason and "/no/such/program: No such file or directory" in reason
 
 
+async def test_a_log_that_cannot_be_written_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+    """The sidecar lives on and says why there is no engine."""
+    (tmp_path / "engine.log").mkdir()
+    assert "can't be launched" in await outcome(launched(tmp_path))
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", "{}", '{"kind": "vllm", "command": ["x"], "log": "x", "init_timeout_s": 1}']
 )

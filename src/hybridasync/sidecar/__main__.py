@@ -30,6 +30,8 @@ from hybridasync.sidecar.supervise import LaunchedEngine, LaunchFile
 
 TOKEN_VARIABLE = "HYBRIDASYNC_TOKEN"
 
+log = logging.getLogger("hybridasync.sidecar")
+
 RELEASE_BUDGET_S = 5.0
 """For the last resume of an attached engine; a run ends its sidecars within 8 s."""
 
@@ -48,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get(PARENT_PID_VARIABLE):
         die_with_parent(signal.SIGTERM)  # not SIGKILL: an attached engine has to be resumed first
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every probe
+    for chatty in ("httpx", "uvicorn"):  # a line for every probe, and lines about itself
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token.strip():
@@ -103,16 +106,17 @@ async def _serve(host: EngineHost, listener: socket.socket, *, token: str, annou
                     server.should_exit = True
 
             tasks.start_soon(stop_on_signal)
-            if announce is not None:
-                _announce(announce, listener)
+            _announce(announce, listener)
             await server.serve(sockets=[listener])
             tasks.cancel_scope.cancel()
 
 
-def _announce(path: Path, listener: socket.socket) -> None:
+def _announce(path: Path | None, listener: socket.socket) -> None:
     address, port = listener.getsockname()[:2]
     content = {"url": f"http://{address}:{port}", "port": port, "pid": os.getpid()}
-    replace_atomically(path, json.dumps(content).encode())
+    log.info("listening on %s", content["url"])
+    if path is not None:
+        replace_atomically(path, json.dumps(content).encode())
 
 
 @asynccontextmanager

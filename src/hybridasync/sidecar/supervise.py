@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -163,19 +163,14 @@ class LaunchedEngine:
 
     async def _spawn_and_wait(self, port: int) -> None:
         announce = self._launch.log.with_suffix(".announce.json")
-        announce.unlink(missing_ok=True)
         words = {"{port}": str(port), "{announce}": str(announce)}
         command = [_filled(word, words) for word in self._launch.command]
-        self._launch.log.parent.mkdir(parents=True, exist_ok=True)
-        with self._launch.log.open("ab") as output:
-            self._process = process = await anyio.open_process(
-                [sys.executable, "-m", "hybridasync.sidecar.child", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=child_environment({**os.environ, **self._launch.env}),
-                start_new_session=True,
-            )
+        try:
+            announce.unlink(missing_ok=True)
+            process = await self._spawn(command)
+        except OSError as error:
+            raise EngineStartError(f"{self._name} can't be launched: {error}") from error
+        self._process = process
         try:
             url = await self._ready(process, port, announce)
         except BaseException:
@@ -185,6 +180,18 @@ class LaunchedEngine:
         self.url = url
         self._client = EngineClient(self._name, url)
         log.info("%s is ready at %s (pid %d)", self._name, url, process.pid)
+
+    async def _spawn(self, command: Sequence[str]) -> Process:
+        self._launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with self._launch.log.open("ab") as output:
+            return await anyio.open_process(
+                [sys.executable, "-m", "hybridasync.sidecar.child", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=child_environment({**os.environ, **self._launch.env}),
+                start_new_session=True,
+            )
 
     async def _ready(self, process: Process, port: int, announce: Path) -> str:
         """Its URL, once it answers. Raises EngineStartError."""
@@ -267,6 +274,8 @@ def _owns(pid: int, port: int) -> bool:
                     return True
     except psutil.NoSuchProcess:
         return False
+    except psutil.AccessDenied:
+        return True  # it can't be looked into here; its process at least is alive
     return False
 
 

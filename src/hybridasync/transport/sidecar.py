@@ -41,7 +41,10 @@ class SidecarClient:
         return self._parse_status(answer)
 
     async def pause(self, txn: str, mode: PauseMode, lease_s: float) -> bool:
-        """True: paused. False: not ready, and not paused; ask again with the same `txn`."""
+        """True: paused. False: not ready, and not paused; ask again with the same `txn`.
+
+        Rejected(424): there is no engine to pause. Like every Rejected it owes nothing.
+        """
         body = {"txn": txn, "mode": mode, "lease_s": lease_s}
         answer = await self._http.call_json("pause", "POST", "/v1/pause", json=body)
         paused = answer.get("paused") if isinstance(answer, dict) else None
@@ -53,8 +56,8 @@ class SidecarClient:
         """Extend the lease. Rejected(409) when `txn` holds no pause any more."""
         await self._http.call("renew", "POST", "/v1/renew", json={"txn": txn, "lease_s": lease_s})
 
-    async def end(self, txn: str) -> None:
-        """Resume. Idempotent."""
+    async def end(self, txn: str | None) -> None:
+        """Resume. Idempotent. None ends the pause of a plain client, or one that nobody holds."""
         await self._http.call("end", "POST", "/v1/end", json={"txn": txn})
 
     async def recover(self, timeout_s: float) -> None:
