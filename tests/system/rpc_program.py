@@ -5,6 +5,7 @@ What the controller does is the environment variable SCENARIO; what a worker doe
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -80,6 +81,11 @@ class StubWorker:
     def do_thread(self) -> tuple[bool, str, str]:
         main_thread = threading.current_thread() is threading.main_thread()
         return main_thread, os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+    def do_local_ranks(self) -> list[str]:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, os.environ["LOCAL_RANK"])
+        return found
 
     def do_config(self) -> Config:
         return self.config
@@ -159,6 +165,8 @@ async def scenario(trainer: Any, run_dir: Path, resume: bool) -> None:
     elif name == "fail-once" and not resume:
         (run_dir / "checkpoints" / "step_000001").mkdir(parents=True)
         raise TrainerError("the first start fails")
+    elif name == "local-ranks":
+        (run_dir / "local_ranks").write_text(json.dumps(await trainer.call("train_step", "local_ranks")))
     elif name == "mistake":
         raise ConfigError("no such thing", setting="model.dtype")
     elif name == "bug":

@@ -92,3 +92,24 @@ def test_signal_group_spares_the_caller() -> None:
         assert process.signal_group(same.pid, signal.SIGKILL) and same.wait(5) == -signal.SIGKILL
         assert process.signal_group(other.pid, signal.SIGKILL) and other.wait(5) == -signal.SIGKILL
         assert not process.signal_group(other.pid, signal.SIGKILL)
+
+
+def test_session_is_found_without_its_leader() -> None:
+    """An orphan of a session is found by the session, and a group's leader can end its children and live."""
+    code = (
+        "import signal, subprocess, os; from hybridasync.observability.process import *\n"
+        "signal.signal(15, lambda *_: None); p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); input()\n"
+        "end_own_group(); print(p.wait(), flush=True)\n"
+        "p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True)"
+    )
+    with _python(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as leader:
+        assert leader.stdin is not None and leader.stdout is not None
+        child = process.ProcessId.of(int(leader.stdout.readline()))
+        assert child in process.in_sessions([leader.pid])
+        leader.stdin.write("\n")
+        leader.stdin.flush()
+        assert leader.stdout.readline() == "-15\n"
+        orphan = process.ProcessId.of(int(leader.stdout.readline()))
+        leader.wait(10)
+        assert process.in_sessions([leader.pid]) == {orphan}
+        assert process.terminate([orphan], grace_s=1) == set()

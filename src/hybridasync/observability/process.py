@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +21,8 @@ PARENT_PID_VARIABLE = "HYBRIDASYNC_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1
 _ORPHANED_EXIT_CODE = 1
+_LOG_TAIL_LINES = 15
+_LOG_TAIL_BYTES = 16_384
 
 
 def child_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -104,6 +107,23 @@ def signal_group(pid: int, signal_number: int) -> bool:
     return True
 
 
+def end_own_group() -> None:
+    """SIGTERM to the caller's process group, if it leads one. Its own handler must let that pass."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGTERM)
+
+
+def in_sessions(sessions: Iterable[int]) -> set[ProcessId]:
+    """Living processes of these sessions: also those whose parent is gone, which `descendants` can't find."""
+    wanted = set(sessions)
+    found: set[ProcessId] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getsid(process.pid) in wanted and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(ProcessId(process.pid, process.create_time()))
+    return found
+
+
 def terminate(processes: Iterable[ProcessId], *, grace_s: float) -> set[ProcessId]:
     """SIGTERM, up to `grace_s` seconds to obey, then SIGKILL. Answers what lives even then (uninterruptible sleep)."""
     targets = {process for process in processes if process.alive()}
@@ -128,3 +148,15 @@ def _send(target: ProcessId, signal_number: signal.Signals) -> None:
     if process is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal_number)
+
+
+def log_tail(path: Path) -> str:
+    """The last lines of a process's log, indented; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").rstrip().splitlines()
+    except OSError:
+        return ""
+    return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])

@@ -10,7 +10,8 @@ from hybridasync.config.models import Config
 from hybridasync.errors import ConfigError
 from hybridasync.runtime import lock
 from hybridasync.runtime.environment import Environment, is_torchrun
-from hybridasync.runtime.local import RANK_PROGRAM, spawn_local_workers
+from hybridasync.runtime.local import spawn_local_workers
+from hybridasync.runtime.start import RANK_PROGRAM
 from hybridasync.transport.rpc import Patience, RpcTrainer, join
 
 

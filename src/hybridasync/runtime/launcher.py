@@ -19,11 +19,18 @@ from hybridasync.config.models import Config
 from hybridasync.config.pipeline import Resolved
 from hybridasync.config.resolved import write_resolved
 from hybridasync.errors import ConfigError
-from hybridasync.observability.process import ProcessId, child_environment, descendants, terminate, wait_ended
+from hybridasync.observability.process import (
+    ProcessId,
+    child_environment,
+    descendants,
+    in_sessions,
+    log_tail,
+    terminate,
+    wait_ended,
+)
 from hybridasync.runtime import lock, outcome
-from hybridasync.runtime.local import RANK_PROGRAM, listen
 from hybridasync.runtime.outcome import Outcome
-from hybridasync.transport.rpc import log_tail
+from hybridasync.runtime.start import RANK_PROGRAM, listen
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
@@ -160,7 +167,8 @@ class _Start:
         agent.wait()
         if self._controller is not None:
             wait_ended([self._controller], self._config.publication.resume_budget_s + _LEAVE_S)
-        terminate(wait_ended(self._seen, _LEAVE_S), grace_s=_TERMINATE_S)
+        left = self._seen | in_sessions(process.pid for process in self._seen)  # ranks lead sessions
+        terminate(wait_ended(left, _LEAVE_S), grace_s=_TERMINATE_S)
 
     def _code(self) -> int:
         ended = outcome.read(self._run_dir)

@@ -17,12 +17,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from hybridasync.config.models import Config
 from hybridasync.config.resolved import write_resolved
-from hybridasync.errors import ConfigError, WorkerLost
-from hybridasync.observability.process import ProcessId, child_environment, terminate, wait_ended
-from hybridasync.transport.rpc import log_tail
+from hybridasync.errors import WorkerLost
+from hybridasync.observability.process import ProcessId, child_environment, log_tail, terminate, wait_ended
+from hybridasync.runtime.start import RANK_PROGRAM, listen
 from hybridasync.transport.rpc_endpoint import Membership
-
-RANK_PROGRAM = ("-m", "hybridasync.runtime.rank")
 
 _LEAVE_S = 1.5
 _TERMINATE_S = 1.0
@@ -43,23 +41,6 @@ class LocalJob:
             if code is not None:
                 tail = log_tail(self.logs / f"worker-{rank}.log")
                 raise WorkerLost(rank, f"its process ended with code {code} before it joined\n{tail}".rstrip())
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """A bound socket for the rendezvous store: a port that is held can't be taken between choice and use.
-
-    Raises ConfigError naming network.master_port or network.master_addr.
-    """
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        setting = "network.master_port" if port else "network.master_addr"
-        raise ConfigError(f"can't listen on {address}:{port}: {error}", setting=setting) from error
-    listener.listen(1024)
-    return listener
 
 
 def serve_store(listener: socket.socket, *, shared: bool = False) -> TCPStore:

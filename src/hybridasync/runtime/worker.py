@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from hybridasync.config.models import Config, NetworkSection
 from hybridasync.errors import ConfigError
-from hybridasync.observability.process import die_with_parent
+from hybridasync.observability.process import die_with_parent, end_own_group
 from hybridasync.runtime.environment import Environment
 from hybridasync.transport import rpc_endpoint
 from hybridasync.transport.rpc_endpoint import Endpoint, Membership, Operation
@@ -98,8 +99,13 @@ def _join(member: Membership, endpoint: Endpoint) -> None:
     endpoint.end_with_controller()
     # The launcher signals every rank. The controller alone decides what a signal means: it may still want a checkpoint,
     # and it lets the workers go. Should it die instead, `end_with_controller` ends them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _let_pass)
+        signal.siginterrupt(number, False)
+
+
+def _let_pass(_number: int, _frame: FrameType | None) -> None:
+    """Instead of SIG_IGN, which a worker's own children would inherit."""
 
 
 def _serve(member: Membership, endpoint: Endpoint, place: Environment, factory: WorkerFactory) -> None:
@@ -116,6 +122,7 @@ def _serve(member: Membership, endpoint: Endpoint, place: Environment, factory: 
     operations[rpc_endpoint.SHUTDOWN] = lambda: None
     endpoint.serve(operations)
     time.sleep(_FLUSH_S)
+    end_own_group()
 
 
 def _start_process_group(member: Membership, place: Environment, config: Config) -> None:

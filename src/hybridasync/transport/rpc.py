@@ -26,13 +26,12 @@ import torch
 from torch.distributed import rpc
 
 from hybridasync import errors
+from hybridasync.observability.process import log_tail
 from hybridasync.transport import rpc_endpoint
 from hybridasync.transport.rpc_endpoint import Envelope, Membership
 from hybridasync.types import StepResult, TrainBatch, TrainerInfo, TrainSample, WeightSnapshot
 
 _JOIN_POLL_S = 0.1
-_LOG_TAIL_LINES = 15
-_LOG_TAIL_BYTES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,15 +435,3 @@ def _reason(error: BaseException | None) -> str:
     text = str(error).partition("\n")[0]
     closed = any(word in text for word in ("EOF", "EPIPE", "ECONNRESET", "ECONNREFUSED"))
     return "its process ended (connection closed)" if closed else f"the call failed: {text}"
-
-
-def log_tail(path: Path) -> str:
-    """The last lines of a log, empty when there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").rstrip().splitlines()
-    except OSError:
-        return ""
-    return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])

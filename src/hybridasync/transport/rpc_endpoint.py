@@ -33,6 +33,7 @@ from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hybridasync import errors
+from hybridasync.observability.process import end_own_group
 
 CONTROLLER = "controller"
 SHUTDOWN = "shutdown"
@@ -41,6 +42,10 @@ LOST_CONTROLLER_EXIT_CODE = 1
 _RENDEZVOUS_SCHEME = "hybridasync"
 _RPC_THREADS = 4
 """Handlers only enqueue, so a few suffice; more would only add idle threads to every process."""
+
+
+_GATE_TIMEOUT = timedelta(days=7)
+"""Stores want a number."""
 
 
 def worker_name(rank: int) -> str:
@@ -114,8 +119,11 @@ def open_gate(member: Membership) -> None:
 
 
 def await_gate(member: Membership) -> None:
-    """A worker waits until all others have started."""
-    member.prefixed("gate").wait(["open"], timedelta(seconds=member.start_timeout_s))
+    """A worker waits until all others have started. Raises RuntimeError when the store is gone, and with it the job.
+
+    Who is late is the controller's verdict, and before that it may prepare data for hours.
+    """
+    member.prefixed("gate").wait(["open"], _GATE_TIMEOUT)
 
 
 def active() -> bool:
@@ -256,6 +264,7 @@ class Endpoint:
 
         def broken(_: object) -> None:
             if self._dismissed:
+                end_own_group()
                 os._exit(0)
             leave("the controller is gone")
 
@@ -327,8 +336,9 @@ def abandon(reason: str) -> NoReturn:
 
 
 def leave(reason: str, *, code: int = LOST_CONTROLLER_EXIT_CODE) -> NoReturn:
-    """End the process from any thread, with all stacks in the log."""
+    """End the process and its children from any thread, with all stacks in the log."""
     sys.stderr.write(f"worker ends: {reason}\n")
     sys.stderr.flush()
     faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+    end_own_group()
     os._exit(code)
