@@ -214,7 +214,7 @@ class StepRunner:
             if supervised:
                 losses = sft_token_losses(logprobs)
             else:
-                losses = policy_token_losses(_policy_tokens(update, logprobs, entropy, slots), self._loss)
+                losses = policy_token_losses(_policy_tokens(update, logprobs, entropy, slots=slots), self._loss)
             return (update.weights[slots] * losses).sum()
 
         clear_gradients(self._model, phase.optimizer)
@@ -232,10 +232,10 @@ class StepRunner:
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise DivergedError(f"step {batch.step}: loss {value}, gradient norm {norm}", step=batch.step)
         apply_update(phase.optimizer, norm, clip_grad=phase.settings.clip_grad)
-        return Outcome(value, norm, None if supervised else _policy_tokens(update, logprobs, entropy, everything))
+        return Outcome(value, norm, None if supervised else _policy_tokens(update, logprobs, entropy, slots=everything))
 
 
-def _policy_tokens(update: Update, logprobs: Tensor, entropy: Tensor, slots: Slots) -> PolicyTokens:
+def _policy_tokens(update: Update, logprobs: Tensor, entropy: Tensor, *, slots: Slots) -> PolicyTokens:
     return PolicyTokens(
         logprobs=logprobs,
         entropy=entropy,
