@@ -40,16 +40,16 @@ def test_mistake_s_exit_code_survives_torchrun(tmp_path: Path) -> None:
 
 
 def test_c33_second_ctrl_c_spares_the_compensation(tmp_path: Path) -> None:
-    """Ctrl-C twice: the compensation completes, exit code is 130, grandchildren are gone too."""
+    """Ctrl-C twice, with a worker that obeys no signal: the compensation completes, and nothing is left afterwards."""
     job = Job(tmp_path, environment=WAIT)
-    job.wait_until_up()
+    os.kill(job.wait_until_up()[2], signal.SIGSTOP)
     sent = time.monotonic()
     job.process.send_signal(signal.SIGINT)
     time.sleep(0.4)
     job.process.send_signal(signal.SIGINT)
     assert job.finish(30) == (130, "hybridasync: stopping already: engines are being resumed\n")
     assert (job.run_dir / "resumed").exists()
-    assert time.monotonic() - sent < 15
+    assert time.monotonic() - sent < 30
 
 
 @pytest.mark.parametrize("victim", ["launcher", "agent", "controller", "worker"])

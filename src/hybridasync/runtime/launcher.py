@@ -35,7 +35,7 @@ from hybridasync.runtime.start import RANK_PROGRAM, listen
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 _CENSUS_S = 1.0
-_AFTER_CONTROLLER_S = 10.0
+_AFTER_CONTROLLER_S = 5.0
 """Workers end by themselves when the controller does; one that hangs would keep torchrun waiting for ever."""
 
 _STOP_S = 45.0
