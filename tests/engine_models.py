@@ -17,21 +17,21 @@ def tiny_model(
 ) -> PreTrainedModel:
     """Two layers, large random weights, so that distributions differ between positions and between seeds."""
     torch.manual_seed(seed)
-    shape = dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-    )
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.2,
+    }
     config = (Qwen3Config if kind == "qwen3" else LlamaConfig)(**{**shape, **changes})
     model = (Qwen3ForCausalLM if kind == "qwen3" else LlamaForCausalLM)(config).to(dtype).eval()
     with torch.no_grad():  # norms away from 1 and biases away from 0, so that forgetting one shows

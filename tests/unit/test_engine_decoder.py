@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine_models import EOS, VOCAB, reference_logprobs, saved_model, tiny_model
 from transformers import PreTrainedModel
 
 from hybridasync.engine.model import Decoder, KVCache
@@ -16,11 +17,10 @@ from hybridasync.engine.requests import Group, Sampling
 from hybridasync.engine.rows import Rows
 from hybridasync.engine.sampling import RowSampling, sample
 from hybridasync.engine.scheduler import Limits, Scheduler
-from hybridasync.engine.weights import Weights, WeightMismatchError, WeightStore
+from hybridasync.engine.weights import WeightMismatchError, Weights, WeightStore
 from hybridasync.errors import ConfigError
 from hybridasync.weights.checksums import checksums
 from hybridasync.weights.snapshot import read_tensors
-from tests.engine_models import EOS, VOCAB, reference_logprobs, saved_model, tiny_model
 
 CPU = torch.device("cpu")
 LLAMA3_ROPE = {
@@ -149,7 +149,7 @@ def test_limits_bound_the_batch_and_the_cache(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_spans_after_an_update_in_flight(tmp_path: Path, mode: Any) -> None:
-    """After retract each span has the log-probs of its own version's weights; in_place keeps the old keys and values."""
+    """After retract each span has the log-probs of its own version; in_place keeps the old keys and values."""
     old = saved_model(tmp_path / "old", seed=1)
     new = saved_model(tmp_path / "new", seed=2)
     bench = Bench(tmp_path / "old")
@@ -235,7 +235,7 @@ def test_broken_weights_end_requests_and_leave_no_trace(tmp_path: Path) -> None:
 
 
 def test_sampling_follows_the_distribution() -> None:
-    """Frequencies of plain, top-k, top-p, min-p and greedy rows in one batch are those of the truncated distributions."""
+    """Plain, top-k, top-p, min-p and greedy rows of one batch each follow their own truncated distribution."""
     logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
     draws, kinds = 4000, 5
     rows = RowSampling(
@@ -249,7 +249,13 @@ def test_sampling_follows_the_distribution() -> None:
     )
     tokens, logprobs = sample(logits.expand(draws * kinds, 4), rows, torch.Generator().manual_seed(0))
     assert torch.allclose(logprobs, logits[tokens], atol=1e-6)
-    expected = ([0.5, 0.25, 0.15, 0.1], [2 / 3, 1 / 3, 0, 0], [2 / 3, 1 / 3, 0, 0], [5 / 9, 5 / 18, 1 / 6, 0], [1, 0, 0, 0])
+    expected = (
+        [0.5, 0.25, 0.15, 0.1],
+        [2 / 3, 1 / 3, 0, 0],
+        [2 / 3, 1 / 3, 0, 0],
+        [5 / 9, 5 / 18, 1 / 6, 0],
+        [1, 0, 0, 0],
+    )
     for kind, wanted in enumerate(expected):
         frequency = torch.bincount(tokens[kind::kinds], minlength=4) / draws
         assert torch.allclose(frequency, torch.tensor(wanted, dtype=torch.float), atol=0.03)

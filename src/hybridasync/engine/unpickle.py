@@ -87,19 +87,25 @@ def _load_storage(data: bytes) -> Any:
 
 def _rebuild_tensor(storage: Any, offset: int, size: Iterable[int], stride: Iterable[int], *_: object) -> torch.Tensor:
     size, stride = tuple(size), tuple(stride)
+    memory, dtype = storage._untyped_storage, storage.dtype  # the public accessor warns of deprecation
     reach = 1 + offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    if offset < 0 or min((*size, *stride, 0)) < 0 or (0 not in size and reach > len(storage)):
+    if offset < 0 or min((*size, *stride, 0)) < 0 or (0 not in size and reach * dtype.itemsize > memory.nbytes()):
         raise PayloadError("a tensor reaches past its storage")
-    typed = torch.empty(0, dtype=storage.dtype)
-    return typed.set_(storage.untyped(), offset, size, stride)
+    return torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
 
 
 def _rebuild_parameter(data: torch.Tensor, *_: object) -> torch.Tensor:
     return data
 
 
+def _encode(text: str, *_: object) -> bytes:
+    """How pickle protocol 2 spells bytes."""
+    return text.encode("latin1")
+
+
 _ALLOWED: dict[tuple[str, str], Callable[..., Any] | type | torch.dtype] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
+    ("_codecs", "encode"): _encode,
     ("torch", "Size"): torch.Size,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
