@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import socket
@@ -14,27 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+from tests.contract.kit import CONTEXT, Target
 from tests.engine_models import saved_model
-from transformers import PreTrainedModel
 
 SGLANG_COMMAND = os.environ.get("HYBRIDASYNC_SGLANG_COMMAND")
-CONTEXT = 2048
-
-
-@dataclass(frozen=True)
-class Target:
-    """A running server and the two weight versions that tests move it between."""
-
-    kind: str
-    url: str
-    process: subprocess.Popen[bytes]
-    directories: dict[str, Path]
-    models: dict[str, PreTrainedModel]
 
 
 @pytest.fixture(scope="session", params=["embedded", *(["sglang"] if SGLANG_COMMAND else [])])
@@ -96,10 +82,3 @@ async def client(target: Target) -> AsyncIterator[httpx.AsyncClient]:
             body = {"model_path": str(target.directories["default"]), "weight_version": "default"}
             answer = await client.post("/update_weights_from_disk", json=body)
             assert answer.status_code == 200, answer.text
-
-
-def read_events(text: str) -> list[dict[str, object]]:
-    """The JSON events of a server-sent-event body; its end mark is checked."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]

@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.contract.conftest import Target
-from tests.contract.test_sglang_api import (
+from tests.contract.kit import (
     LONG,
     PROMPT,
-    _answered,
+    Target,
+    answered,
     assert_spans_exact,
     generate,
     in_flight,
@@ -64,7 +64,7 @@ async def test_abort_after_in_place_does_not_deadlock(target: Target, client: ht
     async with in_flight(client) as flights:
         await post(client, "/pause_generation", mode="in_place")
         await post(client, "/pause_generation", mode="abort")
-        await until(lambda: _answered(flights[0]))
+        await until(lambda: answered(flights[0]))
     assert flights[0].answer["meta_info"]["finish_reason"]["type"] == "abort"
     await post(client, "/continue_generation")
     assert_spans_exact(target, await generate(client, {"max_new_tokens": 5}))
@@ -210,7 +210,7 @@ POSTS = sorted(path for path, methods, _ in _ROUTES if "POST" in methods)
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(POSTS), body=BODY, cut=st.integers(0, 400))
-def _fuzz(client: httpx.Client, path: str, body: Any, cut: int) -> None:
+def _fuzz(client: httpx.Client, path: str, *, body: Any, cut: int) -> None:
     content = json.dumps(body).encode()
     content = content[:-1] if cut == 0 else content
     try:

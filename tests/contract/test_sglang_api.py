@@ -5,97 +5,33 @@ Each test holds for a real SGLang; what only the embedded engine promises is in 
 
 from __future__ import annotations
 
-import base64
-import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import httpx
 import pytest
-import torch
-from tests.contract.conftest import CONTEXT, Target, read_events
+from tests.contract.kit import (
+    CONTEXT,
+    LONG,
+    PROMPT,
+    Flight,
+    Json,
+    Target,
+    answered,
+    assert_spans_exact,
+    generate,
+    in_flight,
+    loads,
+    output_logprobs,
+    pickled,
+    post,
+    read_events,
+    until,
+)
 from tests.engine_models import EOS, VOCAB, reference_logprobs
 
 from hybridasync.weights.checksums import checksums
 from hybridasync.weights.snapshot import read_tensors
-
-PROMPT = [5, 9, 17, 33, 12, 60]
-LONG = {"max_new_tokens": 1000, "temperature": 1.0, "ignore_eos": True}
-Json = dict[str, Any]
-
-
-async def generate(client: httpx.AsyncClient, sampling: Json, **body: Any) -> Any:
-    answer = await client.post(
-        "/generate", json={"input_ids": PROMPT, "return_logprob": True, "sampling_params": sampling, **body}
-    )
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-async def post(client: httpx.AsyncClient, path: str, status: int = 200, **body: Any) -> httpx.Response:
-    answer = await client.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer
-
-
-async def loads(client: httpx.AsyncClient) -> Json:
-    entry: Json = (await client.get("/v1/loads")).json()["loads"][0]
-    return entry
-
-
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 20) -> None:
-    with anyio.fail_after(seconds):
-        while not await condition():  # noqa: ASYNC110 - what is waited for happens in another process
-            await anyio.sleep(0.02)
-
-
-class Flight:
-    """A long request on its way; `answer` is None until it returns."""
-
-    answer: Any = None
-
-
-@asynccontextmanager
-async def in_flight(
-    client: httpx.AsyncClient, *, tokens: int = 20, count: int = 1, **body: Any
-) -> AsyncIterator[list[Flight]]:
-    """`count` long requests that have made about `tokens` tokens each; leaving the block waits for their answers."""
-
-    async def run(flight: Flight, index: int) -> None:
-        flight.answer = await generate(client, LONG, **{"rid": f"flight-{index}", **body})
-
-    async with anyio.create_task_group() as tasks:
-        flights = [Flight() for _ in range(count)]
-        for index, flight in enumerate(flights):
-            tasks.start_soon(run, flight, index)
-
-        async def moving() -> bool:
-            load = await loads(client)
-            return bool(load["num_running_reqs"] == count and load["num_used_tokens"] >= count * (tokens + len(PROMPT)))
-
-        await until(moving)
-        yield flights
-
-
-def output_logprobs(answer: Json) -> list[float]:
-    triples = answer["meta_info"]["output_token_logprobs"]
-    assert [triple[1] for triple in triples] == answer["output_ids"]
-    return [triple[0] for triple in triples]
-
-
-def assert_spans_exact(target: Target, answer: Json) -> None:
-    """Spans cover the output without gaps, and each has the log-probs of its version's weights."""
-    spans, ids = answer["meta_info"]["weight_versions"], answer["output_ids"]
-    assert [span["start"] for span in spans] == [0, *[span["end"] for span in spans[:-1]]]
-    assert spans[-1]["end"] == len(ids)
-    assert answer["meta_info"]["weight_version"] == spans[-1]["version"]
-    for span in spans:
-        reference = reference_logprobs(target.models[span["version"]], PROMPT, ids)
-        served = output_logprobs(answer)
-        assert max(abs(served[i] - reference[i]) for i in range(span["start"], span["end"])) < 3e-5
-
 
 # --- generation
 
@@ -248,7 +184,7 @@ async def test_abort_returns_what_was_made(target: Target, client: httpx.AsyncCl
     async with in_flight(client, count=2) as flights:
         await post(client, "/pause_generation", mode="abort")
         for flight in flights:
-            await until(lambda flight=flight: _answered(flight))
+            await until(lambda flight=flight: answered(flight))
         for flight in flights:
             assert flight.answer["meta_info"]["finish_reason"]["type"] == "abort"
             assert 10 < len(flight.answer["output_ids"]) < LONG["max_new_tokens"]
@@ -333,7 +269,7 @@ async def test_abort_by_id(target: Target, client: httpx.AsyncClient) -> None:
         answer = await post(client, "/abort_request", rid="flight-0")
         assert answer.content == b""
         await post(client, "/abort_request", rid="unknown")
-        await until(lambda: _answered(flights[0]))
+        await until(lambda: answered(flights[0]))
         assert flights[0].answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert flights[1].answer is None
         await post(client, "/abort_request", abort_all=True)
@@ -341,16 +277,12 @@ async def test_abort_by_id(target: Target, client: httpx.AsyncClient) -> None:
     assert_spans_exact(target, flights[1].answer)
 
 
-async def _answered(flight: Flight) -> bool:
-    return flight.answer is not None
-
-
 async def test_abort_while_paused(client: httpx.AsyncClient) -> None:
     """A retracted request returns at once with what it had; one frozen in place returns after continue."""
     async with in_flight(client) as flights:
         await post(client, "/pause_generation", mode="retract")
         await post(client, "/abort_request", rid="flight-0")
-        await until(lambda: _answered(flights[0]))
+        await until(lambda: answered(flights[0]))
         assert flights[0].answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert len(flights[0].answer["output_ids"]) > 10
     await post(client, "/continue_generation")
@@ -423,10 +355,6 @@ async def test_update_without_pause_waits_for_requests_in_flight(target: Target,
     assert flights[0].answer["meta_info"]["weight_version"] == "default"
     after = await generate(client, {"max_new_tokens": 5})
     assert after["meta_info"]["weight_version"] == "1"
-
-
-def pickled(named: list[tuple[str, torch.Tensor]]) -> list[str]:
-    return [base64.b64encode(pickle.dumps(named)).decode()]
 
 
 async def test_update_from_tensors_needs_a_session(target: Target, client: httpx.AsyncClient) -> None:

@@ -49,7 +49,7 @@ def finished_answer(sequence: GeneratedSequence, *, return_logprob: bool) -> dic
     """The answer of a complete sequence."""
     ids = sequence.output_ids
     spans = sequence.spans(sequence.final_version, len(ids))
-    meta = _meta(sequence, sequence.finish, len(ids), spans)
+    meta = _meta(sequence, sequence.finish, tokens=len(ids), spans=spans)
     if return_logprob:
         meta.update(_logprobs(sequence.group, ids, sequence.output_logprobs))
     meta["e2e_latency"] = sequence.group.finished - sequence.group.created if sequence.group.finished else None
@@ -73,14 +73,14 @@ class Progress:
             self.spans.append({"version": version, "start": len(self.ids) - 1, "end": len(self.ids)})
 
     def answer(self, sequence: GeneratedSequence, *, return_logprob: bool) -> dict[str, Any]:
-        meta = _meta(sequence, None, len(self.ids), self.spans)
+        meta = _meta(sequence, None, tokens=len(self.ids), spans=self.spans)
         if return_logprob:
             meta.update(_logprobs(sequence.group, self.ids, self.logprobs))
         return {"output_ids": self.ids, "meta_info": meta}
 
 
 def _meta(
-    sequence: GeneratedSequence, finish: dict[str, Any] | None, tokens: int, spans: list[dict[str, Any]]
+    sequence: GeneratedSequence, finish: dict[str, Any] | None, *, tokens: int, spans: list[dict[str, Any]]
 ) -> dict[str, Any]:
     return {
         "id": sequence_id(sequence),

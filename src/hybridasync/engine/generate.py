@@ -96,7 +96,7 @@ class _LoopSink:
         self._loop = asyncio.get_running_loop()
         self._send = send
 
-    def token(self, sequence: GeneratedSequence, token: int, logprob: float, version: str) -> None:
+    def token(self, sequence: GeneratedSequence, token: int, logprob: float, *, version: str) -> None:
         self.put(_Token(sequence, token, logprob, version))
 
     def end(self, sequence: GeneratedSequence) -> None:
@@ -121,7 +121,7 @@ async def _stream(service: EngineService, body: GenerateBody) -> AsyncIterator[b
             sink = _LoopSink(send)
             groups = _groups(requests, lambda: sink.put(None), sink)
             service.submit(groups, sink.put)
-            async for chunk in _chunks(receive, requests, groups, single):
+            async for chunk in _chunks(receive, requests, groups, single=single):
                 yield chunk
         groups = []
     except (RequestError, ValidationError, EngineDeadError) as error:
@@ -136,7 +136,7 @@ async def _stream(service: EngineService, body: GenerateBody) -> AsyncIterator[b
 
 
 async def _chunks(
-    receive: MemoryObjectReceiveStream[_Event], requests: list[PromptRequest], groups: list[Group], single: bool
+    receive: MemoryObjectReceiveStream[_Event], requests: list[PromptRequest], groups: list[Group], *, single: bool
 ) -> AsyncIterator[bytes]:
     order = [(asked, sequence) for asked, group in zip(requests, groups, strict=True) for sequence in group.sequences]
     places = {id(sequence): place for place, (_, sequence) in enumerate(order)}

@@ -74,10 +74,10 @@ class Decoder:
         and values of prompt src[m], so that all samples of a prompt share one pass."""
         longest = max(len(prompt) for prompt in prompts)
         ids_PT = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=self.device)
-        cos, sin = self._cos[:longest], self._sin[:longest]
+        rotation = self._cos[:longest], self._sin[:longest]
         x = F.embedding(ids_PT, weights.embedding)
         for index, layer in enumerate(weights.layers):
-            q, k, v = self._qkv(x, layer, cos, sin)
+            q, k, v = self._qkv(x, layer, rotation)
             cache.keys[index][rows, :, :longest] = k[src]
             cache.values[index][rows, :, :longest] = v[src]
             grouped = self.config.heads != self.config.kv_heads
@@ -87,19 +87,19 @@ class Decoder:
         return self._norm(x, weights.norm)
 
     def step(
-        self, weights: Weights, last_B: torch.Tensor, length_B: torch.Tensor, cache: KVCache, *, positions: int
+        self, weights: Weights, last_B: torch.Tensor, length_B: torch.Tensor, *, cache: KVCache, positions: int
     ) -> torch.Tensor:
         """Logits [B, V] in fp32 after token `last_B` at position `length_B`; writes its keys and values there."""
         config, batch = self.config, last_B.shape[0]
         rows = torch.arange(batch, device=self.device)
-        cos, sin = self._cos[length_B][:, None, None], self._sin[length_B][:, None, None]
+        rotation = self._cos[length_B][:, None, None], self._sin[length_B][:, None, None]
         visible = torch.arange(positions, device=self.device) <= length_B[:, None]
         mask = torch.zeros(visible.shape, device=self.device, dtype=self._cos.dtype).masked_fill_(~visible, -torch.inf)
         groups = config.heads // config.kv_heads
         mask = mask[:, None, None].expand(batch, 1, groups, positions)
         x = F.embedding(last_B, weights.embedding)[:, None]
         for index, layer in enumerate(weights.layers):
-            q, k, v = self._qkv(x, layer, cos, sin)
+            q, k, v = self._qkv(x, layer, rotation)
             keys, values = cache.keys[index], cache.values[index]
             keys[rows, :, length_B] = k[:, :, 0]
             values[rows, :, length_B] = v[:, :, 0]
@@ -117,7 +117,7 @@ class Decoder:
         return F.linear(hidden, weights.head).float()
 
     def _qkv(
-        self, x: torch.Tensor, layer: Layer, cos: torch.Tensor, sin: torch.Tensor
+        self, x: torch.Tensor, layer: Layer, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query [N, H, T, D], key and value [N, K, T, D], rotated."""
         config, (batch, length, _) = self.config, x.shape
@@ -127,7 +127,7 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+        return _rotate(q, *rotation), _rotate(k, *rotation), v
 
     def _rest(self, x: torch.Tensor, attention: torch.Tensor, layer: Layer) -> torch.Tensor:
         """Output projection and gated feed-forward network, with their residuals."""

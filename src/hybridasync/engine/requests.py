@@ -33,7 +33,7 @@ class Sampling:
 class StreamSink(Protocol):
     """Hears of each token. Called on the decoder's thread; must not block."""
 
-    def token(self, sequence: GeneratedSequence, token: int, logprob: float, version: str) -> None:
+    def token(self, sequence: GeneratedSequence, token: int, logprob: float, *, version: str) -> None:
         """Not called for the last token of a sequence."""
         ...
 

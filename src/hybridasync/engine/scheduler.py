@@ -253,7 +253,7 @@ class Scheduler:
         rows, state = self.rows, self.rows.state
         positions, batch = rows.make_step_room(), slice(0, rows.used)
         logits = self.decoder.step(
-            self.weights, state.last[batch], state.length[batch], rows.cache, positions=positions
+            self.weights, state.last[batch], state.length[batch], cache=rows.cache, positions=positions
         )
         rows.advance()
         tokens, logprobs = sample(logits, rows.sampling(batch), self.generator)
@@ -262,18 +262,18 @@ class Scheduler:
     def _after_sampling(self, rows: torch.Tensor | slice, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         leaving = self.rows.record(rows, tokens, logprobs)
         if self.rows.any_streaming:
-            self._stream(rows, tokens, logprobs, set(leaving.rows) if leaving else set())
+            self._stream(rows, tokens, logprobs, ending=set(leaving.rows) if leaving else set())
         if leaving is not None:
             self._finish_leaving(leaving)
 
     def _stream(
-        self, rows: torch.Tensor | slice, tokens: torch.Tensor, logprobs: torch.Tensor, ending: set[int]
+        self, rows: torch.Tensor | slice, tokens: torch.Tensor, logprobs: torch.Tensor, *, ending: set[int]
     ) -> None:
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
         for place, row in enumerate(numbers):
             sequence = self.rows.sequences[row]
             if sequence is not None and sequence.group.stream and row not in ending:
-                sequence.group.stream.token(sequence, int(tokens[place]), float(logprobs[place]), self.version)
+                sequence.group.stream.token(sequence, int(tokens[place]), float(logprobs[place]), version=self.version)
 
     # --- ends
 

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class _Server(uvicorn.Server):
     """Announces itself once connections are accepted."""
 
-    def __init__(self, config: uvicorn.Config, announce: Path | None, url: str, port: int) -> None:
+    def __init__(self, config: uvicorn.Config, *, announce: Path | None, url: str, port: int) -> None:
         super().__init__(config)
         self._announcement = announce, {"url": url, "port": port, "pid": os.getpid()}
 
@@ -108,7 +108,7 @@ def build_service(arguments: argparse.Namespace) -> EngineService:
     )
     thread = DecoderThread(scheduler)
     thread.start()
-    return EngineService(thread, scheduler, store, settings)
+    return EngineService(thread, scheduler, store=store, settings=settings)
 
 
 def _serve(service: EngineService, listener: socket.socket, arguments: argparse.Namespace) -> None:
@@ -125,7 +125,7 @@ def _serve(service: EngineService, listener: socket.socket, arguments: argparse.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _log.info("serving %s at %s", service.model_path, url)
     try:
-        _Server(config, arguments.announce, url, port).run(sockets=[listener])
+        _Server(config, announce=arguments.announce, url=url, port=port).run(sockets=[listener])
     finally:
         service.thread.stop()
 

@@ -45,7 +45,7 @@ class EngineSettings:
 
 class EngineService:
     def __init__(
-        self, thread: DecoderThread, scheduler: Scheduler, store: WeightStore, settings: EngineSettings
+        self, thread: DecoderThread, scheduler: Scheduler, *, store: WeightStore, settings: EngineSettings
     ) -> None:
         self.thread = thread
         self.settings = settings

@@ -11,7 +11,7 @@ import binascii
 import collections
 import io
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,8 +85,8 @@ def _load_storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _rebuild_tensor(storage: Any, offset: int, size: Iterable[int], stride: Iterable[int], *_: object) -> torch.Tensor:
-    size, stride = tuple(size), tuple(stride)
+def _rebuild_tensor(storage: Any, *layout: Any) -> torch.Tensor:
+    offset, size, stride = layout[0], tuple(layout[1]), tuple(layout[2])
     memory, dtype = storage._untyped_storage, storage.dtype  # the public accessor warns of deprecation
     reach = 1 + offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if offset < 0 or min((*size, *stride, 0)) < 0 or (0 not in size and reach * dtype.itemsize > memory.nbytes()):
