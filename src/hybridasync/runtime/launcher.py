@@ -182,12 +182,12 @@ class _Start:
         return ended.code
 
     def _silent_end(self, ended: Outcome | None) -> str:
-        what = (
-            "the controller ended without a word" if ended is None else "a worker ended, and torchrun stopped the job"
-        )
         logs = self._run_dir / "logs"
+        account = f"torchrun's own account is in {logs / 'torchrun.log'}"
+        if ended is None:
+            return f"the controller ended without a word (killed, perhaps for memory); {account}"
         tails = [f"{path.name}:\n{tail}" for path in sorted(logs.glob("worker-*.log")) if (tail := log_tail(path))]
-        return "\n".join([f"{what}; torchrun's own account is in {logs / 'torchrun.log'}", *tails])
+        return "\n".join([f"a worker ended, and torchrun stopped the job; {account}", *tails])
 
 
 def _say(text: str) -> None:

@@ -331,14 +331,14 @@ def lifeline() -> torch.futures.Future[None]:
 
 
 def abandon(reason: str) -> NoReturn:
-    """Remote: end this worker now, whatever its main thread is stuck in."""
+    """Remote: end this worker now, whatever its main thread is stuck in. All stacks go to the log."""
+    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
     leave(reason)
 
 
 def leave(reason: str, *, code: int = LOST_CONTROLLER_EXIT_CODE) -> NoReturn:
-    """End the process and its children from any thread, with all stacks in the log."""
+    """End the process and its children, from any thread."""
     sys.stderr.write(f"worker ends: {reason}\n")
     sys.stderr.flush()
-    faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
     end_own_group()
     os._exit(code)
