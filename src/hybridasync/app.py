@@ -67,6 +67,8 @@ class _Assembly:
     inputs: Inputs
     trainer: RpcTrainer
     info: TrainerInfo
+    store: CheckpointFolders
+    snapshots: SnapshotFolder
     loop: TrainingLoop | None = None  # None with run.debug_train_only
 
 
@@ -172,7 +174,7 @@ class Run:
                     try:
                         async with (
                             connect(inputs.config, self.run_dir) as trainer,
-                            self._at_work(inputs, trainer, engines, snapshots) as assembly,
+                            self._at_work(inputs, trainer, engines=engines, snapshots=snapshots) as assembly,
                         ):
                             yield assembly
                     finally:
@@ -180,7 +182,7 @@ class Run:
 
     @asynccontextmanager
     async def _at_work(
-        self, inputs: Inputs, trainer: RpcTrainer, engines: _Held[list[Engine]], snapshots: SnapshotFolder
+        self, inputs: Inputs, trainer: RpcTrainer, *, engines: _Held[list[Engine]], snapshots: SnapshotFolder
     ) -> AsyncIterator[_Assembly]:
         async with anyio.create_task_group() as work:
             work.start_soon(trainer.watch)
@@ -191,12 +193,12 @@ class Run:
             found = store.latest() if self._resume else None
             if found is None:
                 await self._warm_start(inputs, trainer)
-            assembly = _Assembly(inputs, trainer, info)
+            assembly = _Assembly(inputs, trainer, info, store, snapshots)
             if not self.config.run.debug_train_only:
                 self.progress.waiting_for("engines to come up")
                 fleet = Fleet(await engines.get())
                 await trainer.start_phase("rl", inputs.sizing.num_rollout)
-                assembly.loop = await self._build_loop(assembly, fleet, store, snapshots, work)
+                assembly.loop = self._build_loop(assembly, fleet, work)
                 if found is not None:
                     assembly.loop.restore(await Checkpointing(store, trainer).restore(found))
                     self.sink.rewind(assembly.loop.step)
@@ -206,6 +208,7 @@ class Run:
                 self.progress.phase("train", inputs.sizing.num_rollout, completed=assembly.loop.step)
             yield assembly
             work.cancel_scope.cancel()
+        await inputs.reward.aclose()
 
     async def _warm_start(self, inputs: Inputs, trainer: RpcTrainer) -> None:
         if inputs.warm_start is not None:
@@ -215,9 +218,7 @@ class Run:
             )
             await warm_start(trainer, batches, section.steps, display=self.progress, sink=self.sink)
 
-    async def _build_loop(
-        self, assembly: _Assembly, fleet: Fleet, store: CheckpointFolders, snapshots: SnapshotFolder, work: TaskGroup
-    ) -> TrainingLoop:
+    def _build_loop(self, assembly: _Assembly, fleet: Fleet, work: TaskGroup) -> TrainingLoop:
         inputs, trainer, config = assembly.inputs, assembly.trainer, assembly.inputs.config
         limits = Limits(config.rollout.max_response_tokens, inputs.context_length)
         ledger = RolloutLedger(
@@ -244,20 +245,19 @@ class Run:
         schedule = schedule_of(
             config, num_rollout=inputs.sizing.num_rollout, steps_per_epoch=inputs.sizing.steps_per_epoch
         )
-        checkpointing = Checkpointing(store, trainer)
         loop_parts = LoopParts(
             rollout,
             fleet,
             trainer,
             publisher,
             evaluation,
-            checkpointing,
+            Checkpointing(assembly.store, trainer),
             self.sink,
-            snapshots,
+            assembly.snapshots,
             _resources(assembly.info, fleet),
         )
         work.start_soon(Health(config.engine, fleet, self.sink).run)
-        return TrainingLoop(config, schedule, loop_parts, work)
+        return TrainingLoop(config, schedule, loop_parts, background=work)
 
     @contextmanager
     def _observed(self) -> Iterator[None]:

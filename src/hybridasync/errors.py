@@ -46,7 +46,7 @@ class NotSent(EngineError):
 class Rejected(EngineError):
     """The server answered and refused. `status` is the HTTP status code."""
 
-    def __init__(self, engine: str, operation: str, status: int, detail: str = "") -> None:
+    def __init__(self, engine: str, operation: str, status: int, *, detail: str = "") -> None:
         super().__init__(engine, operation, f"HTTP {status} {detail}".strip())
         self.status = status
 
@@ -98,7 +98,7 @@ class CheckpointError(OperatingError):
 class PublicationFailed(OperatingError):
     """New weights didn't reach every engine. `live` serve the version asked for, `quarantined` serve nothing."""
 
-    def __init__(self, version: int, live: Sequence[str], quarantined: Sequence[str], detail: str = "") -> None:
+    def __init__(self, version: int, live: Sequence[str], quarantined: Sequence[str], *, detail: str = "") -> None:
         super().__init__(
             f"publication of weight version {version} failed: {detail or 'see the log'} "
             f"(live: {', '.join(live) or 'none'}; quarantined: {', '.join(quarantined) or 'none'})"

@@ -1,4 +1,4 @@
-"""HTTP as the adapters and the sidecar need it: finite deadlines, no proxies, and errors that say whether the request happened.
+"""HTTP as adapters and sidecar need it: finite deadlines, no proxies, errors that say whether the request happened.
 
 Two kinds of client, never shared (C09): the *control* client opens a connection for each call, so that a dead server is
 always a refused connection (proof that nothing was sent) and never a reset of a connection kept from before; the *data*
@@ -122,7 +122,7 @@ class Endpoint:
         if delivery is None:
             return
         if delivery == "rejected" or (status >= 500 and server_errors == "rejected"):
-            raise Rejected(self.name, operation, status, _excerpt(response))
+            raise Rejected(self.name, operation, status, detail=_excerpt(response))
         if status < 400:
             raise RemoteProtocolError(self.name, operation, f"HTTP {status}, which this API never answers")
         raise OutcomeUnknown(self.name, operation, f"HTTP {status} {_excerpt(response)}".strip())

@@ -122,7 +122,9 @@ class Trainer(Protocol):
 class RewardFn(Protocol):
     """Scores the completions of one group. One value per text, in order. Raises RewardError."""
 
-    async def __call__(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[float]: ...
+    async def __call__(
+        self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]
+    ) -> list[float]: ...
 
 
 class PromptSource(Protocol):

@@ -17,7 +17,7 @@ def check_interval(name: str, value: object) -> None:
         raise ValueError(f"{name} must be positive, got {value}")
 
 
-def periodic(step: int, interval: int | None, steps_per_epoch: int | None, num_rollout: int | None) -> bool:
+def periodic(step: int, interval: int | None, *, steps_per_epoch: int | None, num_rollout: int | None) -> bool:
     """Whether something periodic is due after `step` (R10).
 
     `steps_per_epoch` None means that the length of an epoch is unknown: then there is no epoch rule at all (R8).
@@ -51,7 +51,7 @@ class Schedule:
 
     def publish_due(self, step: int) -> bool:
         """Publication: every K completed steps, always after the last one, and whenever an evaluation is due."""
-        interval = periodic(step, self.update_weights_interval, None, self.num_rollout)
+        interval = periodic(step, self.update_weights_interval, steps_per_epoch=None, num_rollout=self.num_rollout)
         return interval or self._eval_period(step)
 
     def eval_due(self, step: int) -> bool:
@@ -60,7 +60,10 @@ class Schedule:
         return self._eval_period(step) or at_end
 
     def save_due(self, step: int) -> bool:
-        return periodic(step, self.save_interval, None, self.num_rollout)
+        """Checkpoint: after the last step in any case, and after every `save_interval`-th."""
+        return step == self.num_rollout - 1 or periodic(
+            step, self.save_interval, steps_per_epoch=None, num_rollout=None
+        )
 
     def _eval_period(self, step: int) -> bool:
-        return periodic(step, self.eval_interval, self.steps_per_epoch, None)
+        return periodic(step, self.eval_interval, steps_per_epoch=self.steps_per_epoch, num_rollout=None)

@@ -22,19 +22,25 @@ class Source:
 
     def __init__(self, count: int | None = None) -> None:
         self.drawn = 0
+        self.again: list[int] = []
         self.count = count
 
     def draw(self) -> Prompt | None:
         if self.drawn == self.count:
             return None
+        if self.again:
+            return self._at(self.again.pop(0))
         self.drawn += 1
-        return Prompt(self.drawn - 1, 0, 0, "d", (1, 2, 3), "p", "l")
+        return self._at(self.drawn - 1)
+
+    def _at(self, uid: int) -> Prompt:
+        return Prompt(uid, 0, 0, "d", (1, 2, 3), "p", "l")
 
     def state(self, unused: Iterable[int] = ()) -> dict[str, Any]:
         return {"next": self.drawn, "unused": list(unused)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.drawn = state["next"]
+        self.drawn, self.again = state["next"], list(state["unused"])
 
     def __len__(self) -> int:
         return self.count or 0
@@ -71,13 +77,13 @@ class Bench:
         parts = RolloutParts(self.fleet, self.source, reward, Tokens(), self.sink, Limits(8, 64))  # type: ignore[arg-type]
         self.rollout = Rollout(config, self.ledger, parts)
 
-    async def take(self, steps: int = 1) -> list[tuple[Group, ...]]:
+    async def take(self, steps: int = 1, *, first: int = 0) -> list[tuple[Group, ...]]:
         batches = []
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self.rollout.run)
                 with anyio.fail_after(10):
-                    for step in range(steps):
+                    for step in range(first, first + steps):
                         batches.append(await self.rollout.take(step))
                         self.rollout.finish(step)
                 tasks.cancel_scope.cancel()
@@ -149,7 +155,7 @@ async def test_c15_a_source_that_raises_ends_the_run() -> None:
 
 
 async def test_c20_unsolvable_prompts_stop_with_the_counts_and_the_setting() -> None:
-    """B=4, max_gen_batches=3, all rewards equal: 12 prompts, then an error that says 0 of 4, 12 filtered, what to set."""
+    """B=4, max_gen_batches=3, equal rewards: 12 prompts, then an error: 0 of 4 kept, 12 filtered, what to set."""
     bench = Bench(rewards(1.0, 1.0), filter_zero_variance=True, max_gen_batches=3)
     with pytest.raises(DataError, match=r"0 of 4 groups kept, 12 filtered.*algorithm\.max_gen_batches = 3"):
         await bench.take()
@@ -185,12 +191,15 @@ async def test_c41_a_reward_of_the_wrong_length_is_never_zipped_away() -> None:
 
 
 async def test_a_group_in_flight_or_waiting_is_drawn_again_after_a_resume() -> None:
-    """The state of a checkpoint names every prompt that was drawn and not trained on."""
+    """A resumed run trains first on what was drawn and not trained on, each prompt once, none left out."""
     bench = Bench(rewards(1.0, 0.0), staleness=1)
-    await bench.take(1)
+    (first,) = await bench.take(1)
     state = bench.rollout.state()
-    trained = {0, 1, 2, 3}
-    assert set(state["source"]["unused"]) == set(range(state["source"]["next"])) - trained
+    resumed = Bench(rewards(1.0, 0.0), staleness=1)
+    resumed.rollout.restore(state)
+    (second,) = await resumed.take(1, first=1)
+    trained = [g.prompt.uid for batch in (first, second) for g in batch]
+    assert trained == list(range(8))
 
 
 async def test_an_empty_completion_is_an_answer_too() -> None:

@@ -174,6 +174,22 @@ def test_num_epoch_ends_the_stream() -> None:
     assert restored.draw() is None
 
 
+@given(size=st.integers(1, 9), before=st.integers(1, 40), share=st.integers(0, 2**40), shuffle=st.booleans())
+def test_r116_prompts_that_were_not_trained_on_are_drawn_again_first(
+    size: int, before: int, share: int, shuffle: bool
+) -> None:
+    """Uids given as unused come back as the same prompts, once, then the next one; a second restart keeps the rest."""
+    stream = PromptStream(dataset(size), seed=7, shuffle=shuffle)
+    unused = [prompt for prompt in drawn(stream, before) if share >> prompt.uid & 1]
+    restored = PromptStream(dataset(size), seed=7, shuffle=shuffle)
+    restored.restore(json.loads(json.dumps(stream.state(prompt.uid for prompt in unused[::-1]))))
+    again = PromptStream(dataset(size), seed=7, shuffle=shuffle)
+    first = drawn(restored, 1)
+    again.restore(json.loads(json.dumps(restored.state())))
+    expected = [*unused, *drawn(stream, 3)]
+    assert [*first, *drawn(again, len(expected) - 1)] == expected
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -36,7 +36,7 @@ def test_c19_zero_staleness_admits_one_batch_and_no_more() -> None:
 
 
 def test_c19_a_blocked_trainer_leaves_the_submitted_groups_constant() -> None:
-    """Lag 1 and 4 prompts a step: at most (1 + 1) * 4 groups are submitted and not consumed, however long training takes."""
+    """Lag 1, 4 prompts a step: at most (1 + 1) * 4 groups are submitted and not consumed, however long a step takes."""
     ledger = RolloutLedger(batch_size=4, max_staleness=1, num_rollout=9)
     assert len(fill(ledger)) == 8 == ledger.slots
     for uid in range(8):

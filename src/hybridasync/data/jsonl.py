@@ -53,10 +53,10 @@ def _read_jsonl(file: Path, setting: str) -> Iterator[Row]:
                 body = line.removeprefix(codecs.BOM_UTF8)
                 start += len(line) - len(body)
             if body.strip():
-                yield Row(number, place, _parse(body, place, setting, start))
+                yield Row(number, place, _parse(body, place, setting=setting, start=start))
 
 
-def _parse(line: bytes, place: str, setting: str, start: int) -> dict[str, Any]:
+def _parse(line: bytes, place: str, *, setting: str, start: int) -> dict[str, Any]:
     """`start` is the offset of `line` in the file."""
     try:
         text = line.decode("utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ def load_prompts(
     texts = [prompt_text(row, data=data, tokenizer=tokenizer, setting=setting) for row in rows]
     encoded = tokenizer.encode_prompts([text.model_input for text in texts])
     usable = tuple(
-        _prompt_row(index, row, text, ids, data=data, setting=setting)
+        _prompt_row(index, row, text, ids=ids, data=data, setting=setting)
         for index, (row, text, ids) in enumerate(zip(rows, texts, encoded, strict=True))
         if len(ids) <= limit
     )
@@ -111,7 +112,7 @@ def load_prompts(
 
 
 def _prompt_row(
-    index: int, row: Row, text: PromptText, ids: tuple[int, ...], *, data: DataSection, setting: str
+    index: int, row: Row, text: PromptText, *, ids: tuple[int, ...], data: DataSection, setting: str
 ) -> PromptRow:
     if not ids:
         raise ConfigError(f"{row.place}: the prompt is empty", setting=setting)
@@ -156,6 +157,7 @@ class PromptStream:
         self._shuffle = shuffle
         self._num_epoch = num_epoch
         self._next_uid = 0
+        self._again = deque[int]()  # drawn before a restart and not trained on
         self._order: tuple[int, list[int]] = (-1, [])
 
     def __len__(self) -> int:
@@ -163,12 +165,17 @@ class PromptStream:
 
     def draw(self) -> Prompt | None:
         """The next prompt; None after `num_epoch` passes."""
-        epoch, offset = divmod(self._next_uid, len(self))
-        if self._num_epoch is not None and epoch >= self._num_epoch:
+        if self._again:
+            return self._at(self._again.popleft())
+        if self._num_epoch is not None and self._next_uid >= self._num_epoch * len(self):
             return None
-        prompt = self._dataset.prompt(self._epoch_order(epoch)[offset], uid=self._next_uid, epoch=epoch)
+        prompt = self._at(self._next_uid)
         self._next_uid += 1
         return prompt
+
+    def _at(self, uid: int) -> Prompt:
+        epoch, offset = divmod(uid, len(self))
+        return self._dataset.prompt(self._epoch_order(epoch)[offset], uid=uid, epoch=epoch)
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:
@@ -178,8 +185,11 @@ class PromptStream:
             self._order = (epoch, order)
         return self._order[1]
 
-    def state(self) -> dict[str, Any]:
-        """The position, as JSON: a restored stream draws the prompt that this one would draw next."""
+    def state(self, unused: Iterable[int] = ()) -> dict[str, Any]:
+        """The position, as JSON. A restored stream draws the prompts with uids `unused`, then what comes next here.
+
+        What waits to be drawn again counts as unused without being named.
+        """
         epoch, offset = divmod(self._next_uid, len(self))
         return {
             "format": STATE_FORMAT,
@@ -189,13 +199,14 @@ class PromptStream:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "next_uid": self._next_uid,
+            "unused": sorted({*unused, *self._again}),
             "epoch": epoch,
             "offset": offset,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, or raise CheckpointError (unreadable), ConfigError (of other data) and stay."""
-        next_uid = _checked_position(state)
+        next_uid, unused = _checked_position(state)
         for key, mine in (
             ("size", len(self)),
             ("fingerprint", self._dataset.fingerprint),
@@ -210,16 +221,20 @@ class PromptStream:
                     setting="data.prompt_data",
                 )
         self._next_uid = next_uid
+        self._again = deque(unused)
 
 
-def _checked_position(state: Mapping[str, Any]) -> int:
+def _checked_position(state: Mapping[str, Any]) -> tuple[int, list[int]]:
     remedy = "resume from an older checkpoint, or start a new run in another run.dir"
     if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
         raise CheckpointError(f"the checkpoint's data position isn't readable (format {STATE_FORMAT} needed): {remedy}")
-    missing = [key for key in ("size", "fingerprint", "seed", "shuffle", "next_uid") if key not in state]
+    missing = [key for key in ("size", "fingerprint", "seed", "shuffle", "next_uid", "unused") if key not in state]
     if missing:
         raise CheckpointError(f"the checkpoint's data position lacks {', '.join(missing)}: {remedy}")
-    next_uid = state["next_uid"]
-    if isinstance(next_uid, bool) or not isinstance(next_uid, int) or next_uid < 0:
-        raise CheckpointError(f"the checkpoint's data position makes no sense (next {next_uid!r}): {remedy}")
-    return next_uid
+    next_uid, unused = state["next_uid"], state["unused"]
+    known = type(next_uid) is int and next_uid >= 0
+    if not known or not isinstance(unused, list) or not all(type(u) is int and 0 <= u < next_uid for u in unused):
+        raise CheckpointError(
+            f"the checkpoint's data position makes no sense (next {next_uid!r}, unused {unused!r}): {remedy}"
+        )
+    return next_uid, unused

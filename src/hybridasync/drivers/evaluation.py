@@ -72,7 +72,9 @@ class Evaluation:
                 await anyio.lowlevel.checkpoint()
                 task_status.started()
         except* (EngineError, RewardError) as failures:
-            self._parts.sink.event("evaluation_failed", completed=completed, cause=str(failures.exceptions[0]))
+            self._parts.sink.event(
+                "evaluation_failed", level="warning", completed=completed, cause=str(failures.exceptions[0])
+            )
         if len(greedy) < len(self._parts.prompts):
             return None
         result = self._result(completed, greedy, sampled, gap=gap, wall_s=anyio.current_time() - started)

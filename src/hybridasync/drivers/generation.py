@@ -38,7 +38,7 @@ class GroupRequest:
 
 async def generate_group(fleet: Fleet, request: GroupRequest) -> tuple[Completion, ...]:
     """n finished completions. Raises the last EngineError once `max_retries` further attempts failed."""
-    first = await _attempts(fleet, request, request.input_ids, request.params)
+    first = await _attempts(fleet, request, input_ids=request.input_ids, params=request.params)
     return tuple([await _finished(fleet, request, completion) for completion in first])
 
 
@@ -49,13 +49,13 @@ async def _finished(fleet: Fleet, request: GroupRequest, completion: Completion)
         if left <= 0:
             return replace(kept, finish_reason="length")
         params = replace(request.params, n=1, max_new_tokens=left)
-        (more,) = await _attempts(fleet, request, (*request.input_ids, *kept.output_ids), params)
+        (more,) = await _attempts(fleet, request, input_ids=(*request.input_ids, *kept.output_ids), params=params)
         completion = _joined(kept, more)
     return completion
 
 
 async def _attempts(
-    fleet: Fleet, request: GroupRequest, input_ids: Sequence[int], params: SamplingParams
+    fleet: Fleet, request: GroupRequest, *, input_ids: Sequence[int], params: SamplingParams
 ) -> tuple[Completion, ...]:
     left = request.max_retries
     while True:

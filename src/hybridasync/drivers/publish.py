@@ -82,7 +82,7 @@ class Publisher:
             self._parts.sink.publication(result)
             if not saga.verified:
                 details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items())
-                raise PublicationFailed(version, [], list(saga.failures), details)
+                raise PublicationFailed(version, [], list(saga.failures), detail=details)
             return result
 
     async def _drain(self, version: int) -> None:
@@ -93,7 +93,7 @@ class Publisher:
                 live = [engine.name for engine in self._parts.fleet.verified]
                 limit = self._settings.drain_timeout_s
                 detail = f"requests were still in flight after publication.drain_timeout_s = {limit:g} s"
-                raise PublicationFailed(version, live, [], detail)
+                raise PublicationFailed(version, live, [], detail=detail)
 
     async def _swap_under_pause(self, snapshot: WeightSnapshot) -> _Saga:
         saga = _Saga(self._next_txn(), asked_at=anyio.current_time())
@@ -188,7 +188,7 @@ class Publisher:
         for engine in saga.verified:
             engine.state.verified(version)
         for name, why in saga.failures.items():
-            self._parts.sink.event("publication_degraded", engine=name, version=version, cause=why)
+            self._parts.sink.event("publication_degraded", level="warning", engine=name, version=version, cause=why)
 
     async def _end_all(self, saga: _Saga) -> None:
         owed = self._parts.debts.owed(saga.txn)
@@ -209,7 +209,9 @@ class Publisher:
                 with anyio.fail_after(timeout):
                     await engine.sidecar.end(txn)
             except (EngineError, TimeoutError) as error:
-                self._parts.sink.event("resume_failed", engine=engine.name, attempt=attempt + 1, cause=str(error))
+                self._parts.sink.event(
+                    "resume_failed", level="warning", engine=engine.name, attempt=attempt + 1, cause=str(error)
+                )
                 await anyio.sleep(min(1.0, timeout / END_ATTEMPTS))
             else:
                 self._settle(engine.name, txn, "ended")
@@ -227,7 +229,7 @@ class Publisher:
                         await engine.sidecar.fence()
                         self._settle(engine.name, saga.txn, "fenced")
                     except EngineError as error:
-                        self._parts.sink.event("fence_failed", engine=engine.name, cause=str(error))
+                        self._parts.sink.event("fence_failed", level="error", engine=engine.name, cause=str(error))
         left = self._parts.debts.owed(saga.txn)
         if left and self._settings.on_ambiguous_pause != "degrade":
             raise CompensationFailed(sorted(left))

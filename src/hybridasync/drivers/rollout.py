@@ -126,10 +126,11 @@ class Rollout:
         return GroupRequest(prompt.input_ids, params, rollout.partial_rollout, rollout.max_retries)
 
     def _dropped(
-        self, prompt: Prompt, error: EngineError | RewardError, budget: FailureBudget, weight: int = 1
+        self, prompt: Prompt, error: EngineError | RewardError, budget: FailureBudget, *, weight: int = 1
     ) -> None:
         self.counts["groups_dropped"] += 1
-        self._parts.sink.event("group_dropped", uid=prompt.uid, cause=str(error), kind=type(error).__name__)
+        fields = {"uid": prompt.uid, "cause": str(error), "kind": type(error).__name__}
+        self._parts.sink.event("group_dropped", level="warning", **fields)
         budget.record(failed=True, times=weight)
         if budget.spent:
             raise error

@@ -58,7 +58,7 @@ class Step:
 class TrainingLoop:
     """`one_step` until it returns None. `background` is the run's task group: evaluations go on there."""
 
-    def __init__(self, config: Config, schedule: Schedule, parts: LoopParts, background: TaskGroup) -> None:
+    def __init__(self, config: Config, schedule: Schedule, parts: LoopParts, *, background: TaskGroup) -> None:
         self._config = config
         self._schedule = schedule
         self._parts = parts

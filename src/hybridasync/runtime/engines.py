@@ -44,7 +44,7 @@ async def running_engines(config: Config, run_dir: Path) -> AsyncIterator[list[E
     async with AsyncExitStack() as stack:
 
         async def bring_up(index: int) -> None:
-            engines[index] = await _bring_up(config, run_dir, index, token, stack)
+            engines[index] = await _bring_up(config, run_dir, index, token=token, stack=stack)
 
         async with anyio.create_task_group() as starts:
             for index in range(count):
@@ -52,16 +52,16 @@ async def running_engines(config: Config, run_dir: Path) -> AsyncIterator[list[E
         yield [engines[index] for index in range(count)]
 
 
-async def _bring_up(config: Config, run_dir: Path, index: int, token: str, stack: AsyncExitStack) -> Engine:
+async def _bring_up(config: Config, run_dir: Path, index: int, *, token: str, stack: AsyncExitStack) -> Engine:
     name = f"engine-{index}"
     process: Process | None = None
     if config.engine.sidecar_url:
         url = config.engine.sidecar_url[index]
     else:
-        process, url = await _start_sidecar(config, run_dir, index, token, stack)
+        process, url = await _start_sidecar(config, run_dir, index, token=token, stack=stack)
     timeout = config.publication.rollout_http_timeout
     sidecar = await stack.enter_async_context(SidecarClient(name, url, token, timeout_s=timeout))
-    status = await _ready(config, name, sidecar, process)
+    status = await _ready(config, sidecar, process)
     server = SglangServer(
         name, status.engine_url, control_timeout_s=timeout, request_timeout_s=config.rollout.request_timeout_s
     )
@@ -69,7 +69,7 @@ async def _bring_up(config: Config, run_dir: Path, index: int, token: str, stack
 
 
 async def _start_sidecar(
-    config: Config, run_dir: Path, index: int, token: str, stack: AsyncExitStack
+    config: Config, run_dir: Path, index: int, *, token: str, stack: AsyncExitStack
 ) -> tuple[Process, str]:
     announce = run_dir / "logs" / f"sidecar-{index}.json"
     announce.unlink(missing_ok=True)
@@ -142,18 +142,18 @@ def _environment(config: Config, index: int) -> Mapping[str, str]:
     return environment | config.engine.env
 
 
-async def _ready(config: Config, name: str, sidecar: SidecarClient, process: Process | None) -> SidecarStatus:
+async def _ready(config: Config, sidecar: SidecarClient, process: Process | None) -> SidecarStatus:
     with anyio.move_on_after(config.engine.rollout_engine_init_timeout):
         while process is None or process.returncode is None:
             status = await sidecar.status()
             if status.state == "down" and status.detail:
-                raise EngineError(name, "start", status.detail)
+                raise EngineError(sidecar.name, "start", status.detail)
             if status.healthy and status.state != "down":
                 return status
             await anyio.sleep(POLL_S)
-        raise EngineError(name, "start", f"its sidecar ended with exit code {process.returncode}")
+        raise EngineError(sidecar.name, "start", f"its sidecar ended with exit code {process.returncode}")
     limit = config.engine.rollout_engine_init_timeout
-    raise EngineError(name, "start", f"not ready within engine.rollout_engine_init_timeout = {limit:g} s")
+    raise EngineError(sidecar.name, "start", f"not ready within engine.rollout_engine_init_timeout = {limit:g} s")
 
 
 async def _stop(process: Process) -> None:
