@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from tests.engine_models import EOS, VOCAB, reference_logprobs, saved_model, tiny_model
 from transformers import PreTrainedModel
 
+from hybridasync.engine.loop import DecoderThread, EngineDeadError
 from hybridasync.engine.model import Decoder, KVCache
 from hybridasync.engine.model_config import ModelConfig
 from hybridasync.engine.requests import Group, Sampling
@@ -33,18 +36,21 @@ LLAMA3_ROPE = {
 }
 
 
+ROOMY = Limits(64, 64 * 256)
+
+
 class Bench:
     """A scheduler without its thread, and the groups that finished."""
 
-    def __init__(self, path: Path, *, limits: Limits | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, path: Path, *, limits: Limits = ROOMY, dtype: torch.dtype = torch.float32) -> None:
         self.config = ModelConfig.from_directory(path)
         self.store = WeightStore(self.config, device=CPU, dtype=dtype)
         cache = KVCache(self.config, device=CPU, dtype=dtype)
         self.scheduler = Scheduler(
             Decoder(self.config, context_length=256, device=CPU, dtype=dtype),
             self.store.load(read_tensors(path)),
-            Rows(cache, device=CPU),
-            limits=limits or Limits(64, 64 * 256),
+            Rows(cache, device=CPU, max_total_tokens=limits.max_total_tokens),
+            limits=limits,
             generator=torch.Generator().manual_seed(3),
             version="default",
         )
@@ -307,3 +313,38 @@ def test_models_that_the_decoder_cannot_compute_are_refused(tmp_path: Path) -> N
         (tmp_path / "config.json").write_text(config.replace(old, new))
         with pytest.raises(ConfigError, match=match):
             ModelConfig.from_directory(tmp_path)
+
+
+async def test_a_step_that_fails_ends_its_requests_and_not_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory in a step: its requests get the reason, the next ones are exact; three in a row end the engine."""
+    model = saved_model(tmp_path)
+    bench = Bench(tmp_path)
+    thread = DecoderThread(bench.scheduler)
+    thread.start()
+
+    async def served() -> Group:
+        done: Future[Group] = Future()
+        group = Group(f"r{id(done)}", prompt_of(5), Sampling(4), done.set_result)
+        thread.call(lambda scheduler: scheduler.submit([group]))
+        return await asyncio.wait_for(asyncio.wrap_future(done), 20)
+
+    def failing(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.scheduler.decoder, "step", failing)
+            finish = (await served()).sequences[0].finish
+        assert finish is not None
+        assert (finish["type"], finish["status_code"]) == ("abort", 500)
+        assert "out of memory" in finish["message"]
+        assert worst(await served(), model) < 1e-5
+        monkeypatch.setattr(bench.scheduler.decoder, "step", failing)
+        for _ in range(3):
+            await served()
+        with pytest.raises(EngineDeadError, match="out of memory"):
+            await asyncio.wrap_future(thread.call(lambda scheduler: scheduler.loads()))
+    finally:
+        thread.stop()

@@ -83,11 +83,10 @@ class DecoderThread:
                 except Exception as error:  # noqa: BLE001 - a bad batch must not take the server with it
                     failures += 1
                     _log.exception("a decoding step failed")
-                    self._scheduler.fail_all(f"{type(error).__name__}: {error}")
+                    reason = f"{type(error).__name__}: {error}"
                     if failures >= _MAX_CONSECUTIVE_FAILURES:
-                        self.failure = (
-                            f"{failures} steps in a row failed; the last with {type(error).__name__}: {error}"
-                        )
+                        self.failure = f"{failures} steps in a row failed; the last with {reason}"
+                    self._scheduler.fail_all(reason)
 
     def _drain_commands(self) -> bool:
         """Run what is queued; wait if there is nothing else to do. False: stop."""

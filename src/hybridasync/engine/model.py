@@ -34,10 +34,11 @@ class KVCache:
         if rows <= self.rows and positions <= self.positions:
             return
         new_rows, new_positions = max(rows, self.rows), max(positions, self.positions)
-        keys, values = self._allocate(new_rows, new_positions), self._allocate(new_rows, new_positions)
-        keys[:, : self.rows, :, : self.positions] = self.keys
-        values[:, : self.rows, :, : self.positions] = self.values
-        self.keys, self.values, self.rows, self.positions = keys, values, new_rows, new_positions
+        for name in ("keys", "values"):  # one after the other: less memory is held twice
+            grown = self._allocate(new_rows, new_positions)
+            grown[:, : self.rows, :, : self.positions] = getattr(self, name)
+            setattr(self, name, grown)
+        self.rows, self.positions = new_rows, new_positions
 
     def move(self, source: torch.Tensor, target: torch.Tensor, positions: int) -> None:
         """Copy the first `positions` of the rows `source` to the rows `target` (disjoint sets)."""
@@ -74,7 +75,7 @@ class Decoder:
         and values of prompt src[m], so that all samples of a prompt share one pass."""
         longest = max(len(prompt) for prompt in prompts)
         ids_PT = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=self.device)
-        rotation = self._cos[:longest], self._sin[:longest]
+        rotation = self._cos[:longest, None], self._sin[:longest, None]
         x = F.embedding(ids_PT, weights.embedding)
         for index, layer in enumerate(weights.layers):
             q, k, v = self._qkv(x, layer, rotation)
@@ -119,15 +120,15 @@ class Decoder:
     def _qkv(
         self, x: torch.Tensor, layer: Layer, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query [N, H, T, D], key and value [N, K, T, D], rotated."""
+        """Query [N, H, T, D], key and value [N, K, T, D], rotated. Query and key are treated as one: half the calls."""
         config, (batch, length, _) = self.config, x.shape
         fused = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
         fused = fused.view(batch, length, config.heads + 2 * config.kv_heads, config.head_dim)
-        q, k, v = torch.split(fused, [config.heads, config.kv_heads, config.kv_heads], dim=2)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return _rotate(q, *rotation), _rotate(k, *rotation), v
+        both, v = torch.split(fused, [config.heads + config.kv_heads, config.kv_heads], dim=2)
+        if layer.qk_norm is not None:
+            both = F.rms_norm(both, (config.head_dim,), None, config.norm_eps) * layer.qk_norm
+        both = _rotate(both, *rotation).transpose(1, 2)
+        return both[:, : config.heads], both[:, config.heads :], v.transpose(1, 2)
 
     def _rest(self, x: torch.Tensor, attention: torch.Tensor, layer: Layer) -> torch.Tensor:
         """Output projection and gated feed-forward network, with their residuals."""

@@ -60,8 +60,9 @@ class Leaving:
 
 
 class Rows:
-    def __init__(self, cache: KVCache, *, device: torch.device) -> None:
+    def __init__(self, cache: KVCache, *, device: torch.device, max_total_tokens: int) -> None:
         self.cache = cache
+        self.max_total_tokens = max_total_tokens
         self.device = device
         self.used = 0
         self.alive = 0
@@ -133,7 +134,8 @@ class Rows:
         """Cache positions that the next step looks at, after making sure that they exist."""
         positions = self._rounded(self.longest + 1)
         if positions > self.cache.positions:
-            self.cache.reserve(self.cache.rows, self._rounded(positions * 3 // 2))
+            generous = min(self._rounded(positions * 3 // 2), self.max_total_tokens // self.cache.rows)
+            self.cache.reserve(self.cache.rows, max(positions, generous))
         return positions
 
     def release(self, rows: list[int]) -> None:

@@ -167,7 +167,7 @@ class Scheduler:
         sequences = [*(sequence for _, sequence in self.rows.living()), *self.waiting]
         self.waiting.clear()
         self.rows.cache.clear()
-        self.rows = Rows(self.rows.cache, device=self.rows.device)
+        self.rows = Rows(self.rows.cache, device=self.rows.device, max_total_tokens=self.limits.max_total_tokens)
         for sequence in sequences:
             self._finish(sequence, {**abort_reason(message), "status_code": 500})
 

@@ -31,11 +31,9 @@ from hybridasync.observability.process import die_with_parent
 from hybridasync.weights.snapshot import read_tensors
 
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
-_CACHE_FRACTION = {"cpu": 0.25, "cuda": 0.6}
-"""Share of the free memory that the cache may take; on CPU the trainer and other engines live in the same memory."""
-_SWITCH_INTERVAL_S = 0.0005
-"""Python's 5 ms would make the decoder wait that long for the interpreter at each tensor operation while an answer is
-being encoded."""
+_CACHE_FRACTION = {"cpu": 0.25, "cuda": 0.35}
+"""Share of the free memory that the cache may take. While it grows, old and new keys are held at once; and on CPU the
+trainer and other engines live in the same memory."""
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +90,7 @@ def build_service(arguments: argparse.Namespace) -> EngineService:
     scheduler = Scheduler(
         Decoder(config, context_length=context, device=device, dtype=dtype),
         weights,
-        Rows(KVCache(config, device=device, dtype=dtype), device=device),
+        Rows(KVCache(config, device=device, dtype=dtype), device=device, max_total_tokens=budget),
         limits=Limits(arguments.max_running_requests, budget),
         generator=generator,
         version=arguments.weight_version,
@@ -122,7 +120,6 @@ def _serve(service: EngineService, listener: socket.socket, arguments: argparse.
         timeout_keep_alive=75,
         lifespan="off",
     )
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _log.info("serving %s at %s", service.model_path, url)
     try:
         _Server(config, announce=arguments.announce, url=url, port=port).run(sockets=[listener])

@@ -22,8 +22,7 @@ class Layer(NamedTuple):
     input_norm: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # [query heads + key heads, head size]
     out: torch.Tensor
     out_bias: torch.Tensor | None
     post_norm: torch.Tensor
@@ -42,19 +41,22 @@ class Weights:
         self.embedding = self.named["model.embed_tokens.weight"]
         self.head = self.embedding if config.tied else self.named["lm_head.weight"]
         self.norm = self.named["model.norm.weight"]
-        self.layers = [self._layer(f"model.layers.{index}.") for index in range(config.layers)]
+        self.layers = [self._layer(f"model.layers.{index}.", config) for index in range(config.layers)]
 
     def checksums(self) -> dict[str, str]:
         return checksums(self.named.items(), tie_word_embeddings=self.tied)
 
-    def _layer(self, prefix: str) -> Layer:
+    def _qk_norm(self, prefix: str, config: ModelConfig) -> torch.Tensor:
+        query, key = (self.named[f"{prefix}self_attn.{name}_norm.weight"] for name in "qk")
+        return torch.cat([query.expand(config.heads, -1), key.expand(config.kv_heads, -1)])
+
+    def _layer(self, prefix: str, config: ModelConfig) -> Layer:
         get = self.named.get
         return Layer(
             input_norm=self.named[f"{prefix}input_layernorm.weight"],
             qkv=self.named[f"{prefix}self_attn.qkv_proj.weight"],
             qkv_bias=get(f"{prefix}self_attn.qkv_proj.bias"),
-            q_norm=get(f"{prefix}self_attn.q_norm.weight"),
-            k_norm=get(f"{prefix}self_attn.k_norm.weight"),
+            qk_norm=self._qk_norm(prefix, config) if config.qk_norm else None,
             out=self.named[f"{prefix}self_attn.o_proj.weight"],
             out_bias=get(f"{prefix}self_attn.o_proj.bias"),
             post_norm=self.named[f"{prefix}post_attention_layernorm.weight"],
