@@ -251,7 +251,7 @@ async def test_bad_pause_mode(client: httpx.AsyncClient) -> None:
 
 async def test_flush(client: httpx.AsyncClient) -> None:
     """Works when idle and when retracted; 400 while requests run."""
-    await post(client, "/flush_cache")
+    assert (await client.post("/flush_cache")).status_code == 200
     async with in_flight(client):
         await post(client, "/flush_cache", 400)
         await post(client, "/pause_generation", mode="retract")

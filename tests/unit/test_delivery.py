@@ -256,6 +256,7 @@ async def test_c35_proxy_variables_do_not_capture_loopback_calls() -> None:
 
             async def attempt(environment: dict[str, str] = environment) -> None:
                 command = [sys.executable, "-c", PROXY_PROGRAM, url]
-                await anyio.run_process(command, env=environment, stderr=subprocess.STDOUT)
+                done = await anyio.run_process(command, env=environment, stderr=subprocess.STDOUT, check=False)
+                assert done.returncode == 0, done.stdout
 
             tasks.start_soon(attempt)

@@ -60,7 +60,7 @@ def refusal(config: Config) -> str:
 
 def test_a_good_setup_passes(recipe: Maker) -> None:
     """Model, data, reward and ports in order: nothing is said."""
-    preflight(recipe())
+    assert preflight(recipe()) is None  # type: ignore[func-returns-value]
 
 
 def test_what_a_recipe_prepares_is_not_looked_for_yet() -> None:

@@ -75,7 +75,7 @@ def serve_worker(
         sys.stderr.write(f"worker rank {place.rank} can't join: {error}\n")
         time.sleep(_TELL_S)
         return error.exit_code if isinstance(error, ConfigError) else 1
-    _serve(member, endpoint, place, factory or _megatron_worker)
+    _serve(member, endpoint, place, factory=factory or _megatron_worker)
     return 0
 
 
@@ -108,7 +108,7 @@ def _let_pass(_number: int, _frame: FrameType | None) -> None:
     """Instead of SIG_IGN, which a worker's own children would inherit."""
 
 
-def _serve(member: Membership, endpoint: Endpoint, place: Environment, factory: WorkerFactory) -> None:
+def _serve(member: Membership, endpoint: Endpoint, place: Environment, *, factory: WorkerFactory) -> None:
     operations: dict[str, Operation] = {}
 
     def configure(config: Config) -> int:

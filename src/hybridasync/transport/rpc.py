@@ -267,7 +267,7 @@ class RpcTrainer:
         seq, self._seq = self._seq, self._seq + 1
         self._current = broadcast
         for rank in self._ranks:
-            self._remote(rank, rpc_endpoint.call, seq, name, payload, done=partial(self._on_answer, broadcast))
+            self._remote(rank, rpc_endpoint.call, seq, name, payload, done=partial(self._on_answer, broadcast=broadcast))
         return broadcast
 
     async def _settle(self, broadcast: _Broadcast) -> None:
@@ -353,7 +353,7 @@ class RpcTrainer:
         if current is not None and not current.settled.is_set() and current.grace is None:
             current.grace = self._loop.call_later(seconds, current.settle)
 
-    def _on_answer(self, broadcast: _Broadcast, rank: int, answer: object, error: BaseException | None) -> None:
+    def _on_answer(self, rank: int, answer: object, error: BaseException | None, *, broadcast: _Broadcast) -> None:
         if error is not None:
             self._mark_lost(rank, _reason(error))
             return
