@@ -53,6 +53,7 @@ from hybridasync.runtime import lock
 from hybridasync.runtime.controller import connect
 from hybridasync.runtime.engines import running_engines
 from hybridasync.runtime.inputs import Inputs, read_inputs
+from hybridasync.runtime.resume_rollout import settle_debts
 from hybridasync.transport.checkpoints import CheckpointFolders
 from hybridasync.transport.journal import JournalFile
 from hybridasync.transport.rpc import RpcTrainer
@@ -163,6 +164,8 @@ class Run:
     async def _running(self) -> AsyncIterator[_Assembly]:
         with lock.hold(self.run_dir), self._observed():
             self.progress.phase("start", waiting_for="model and data")
+            for report in await settle_debts(self.config, self.run_dir):
+                self.sink.event("debts_settled", engine=report.engine, transactions=report.settled)
             inputs = await anyio.to_thread.run_sync(read_inputs, self.config, self.run_dir)
             for line in inputs.notes:
                 self.sink.event("inputs", text=line)

@@ -21,7 +21,7 @@ from hybridasync.app import Run
 from hybridasync.config.load import load
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
-from hybridasync.errors import HybridAsyncError
+from hybridasync.errors import CompensationFailed, HybridAsyncError
 from hybridasync.observability.report import write_report
 from hybridasync.observability.summary import Status, write_summary
 from hybridasync.runtime.environment import Environment, is_torchrun
@@ -49,6 +49,8 @@ async def run_controller(config: Config, *, run_dir: Path, resume: bool = False)
     """All steps of a run, on rank 0. Never raises: the outcome says what happened, summary.json and report.html too."""
     started = time.monotonic()
     outcome = await supervised(lambda: _all_steps(config, run_dir, resume))
+    if outcome.code == CompensationFailed.exit_code:
+        outcome = Outcome(outcome.code, f"{outcome.message}\nTry again: hybridasync resume-rollout --run-dir {run_dir}")
     extra = {"exit_code": outcome.code} | ({"error": outcome.message} if outcome.message else {})
     write_summary(run_dir, status=_status(outcome), wall_s=time.monotonic() - started, extra=extra)
     write_report(run_dir)

@@ -67,8 +67,8 @@ class Sidecar(Protocol):
 
     async def renew(self, txn: str, lease_s: float) -> None: ...
 
-    async def end(self, txn: str) -> None:
-        """Resume. Idempotent."""
+    async def end(self, txn: str | None) -> None:
+        """Resume. Idempotent. None ends the pause of a client without transactions, or one that nobody holds."""
         ...
 
     async def recover(self, timeout_s: float) -> None: ...

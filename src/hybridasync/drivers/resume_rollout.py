@@ -1,6 +1,6 @@
 """Engines that a dead run, or anyone, left paused: find them, end their pauses, and say what is still paused (R104).
 
-    status ─▶ end what is owed (3 attempts) ─▶ status ─▶ [still paused, and forced] fence ─▶ status
+status ─▶ end what is owed (3 attempts) ─▶ status ─▶ [still paused, and forced] fence ─▶ status
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -18,11 +17,12 @@ from hybridasync.config.models import Config
 from hybridasync.drivers.fleet import Engine
 from hybridasync.errors import ConfigError, EngineError
 from hybridasync.observability.process import child_environment, signal_group
+from hybridasync.runtime.sglang_launch import launch_command, launch_environment
+from hybridasync.runtime.token import TOKEN_VARIABLE, token_of
 from hybridasync.transport.sglang import SglangServer
 from hybridasync.transport.sidecar import SidecarClient
 from hybridasync.types import SidecarStatus
 
-TOKEN_VARIABLE = "HYBRIDASYNC_TOKEN"
 SIDECAR_START_S = 30.0
 """A sidecar imports no torch: it announces itself within a second or two, also on a busy machine."""
 
@@ -38,7 +38,7 @@ async def running_engines(config: Config, run_dir: Path) -> AsyncIterator[list[E
 
     Raises EngineError with the last lines of the log where one doesn't come up, ConfigError for a port that is taken.
     """
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    token = token_of(run_dir)
     count = len(config.engine.sidecar_url) or len(config.engine.url) or config.engine.num_engines
     engines: dict[int, Engine] = {}
     async with AsyncExitStack() as stack:
@@ -110,19 +110,16 @@ def _target(config: Config, run_dir: Path, index: int) -> list[str]:
 
 def _command(config: Config, index: int) -> list[str]:
     engine = config.engine
-    dtype = engine.dtype or config.model.dtype
     port = str(engine.port + index) if engine.port else "{port}"
-    model = str(config.model.hf_checkpoint)
     context = ["--context-length", str(engine.context_length)] if engine.context_length else []
     shared = ["--host", "127.0.0.1", "--port", port, "--max-running-requests", str(engine.max_running_requests)]
     shared += ["--random-seed", str(config.seed * 1000 + index), *context]
+    device = device_of(config)
     if engine.kind == "sglang":
-        command = [str(engine.python), "-m", "sglang.launch_server", "--model-path", model, "--skip-tokenizer-init"]
-        command += ["--dtype", {"fp32": "float32", "bf16": "bfloat16"}[dtype]]
-        command += ["--tp-size", str(engine.tensor_parallel_size)]
-        return command + shared + list(engine.args)
-    command = [sys.executable, "-m", "hybridasync.engine", "--model-path", model, "--dtype", dtype]
-    return [*command, "--device", device_of(config), "--announce", "{announce}", *shared]
+        return launch_command(config, device=device, address=tuple(shared))
+    command = [sys.executable, "-m", "hybridasync.engine", "--model-path", str(config.model.hf_checkpoint)]
+    command += ["--dtype", engine.dtype or config.model.dtype, "--device", device]
+    return [*command, "--announce", "{announce}", *shared]
 
 
 def device_of(config: Config) -> str:
@@ -133,8 +130,11 @@ def device_of(config: Config) -> str:
 
 
 def _environment(config: Config, index: int) -> Mapping[str, str]:
+    device = device_of(config)
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    if device_of(config) == "cuda":
+    if config.engine.kind == "sglang":
+        environment |= launch_environment(device=device, tensor_parallel_size=config.engine.tensor_parallel_size)
+    if device == "cuda":
         first = config.parallel.num_workers if config.network.nnodes == 1 else 0
         size = config.engine.tensor_parallel_size
         gpus = config.engine.gpu_ids or tuple(range(first, first + size * config.engine.num_engines))
