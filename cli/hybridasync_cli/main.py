@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hybridasync.config.recipes import recipe_directory, shipped_recipes
 from hybridasync_cli.resume_rollout import resume_rollout
+from hybridasync_cli.sglang import sglang
 from hybridasync_cli.show import errors_as_lines
 from hybridasync_cli.train import TrainCommand, train
 
@@ -30,6 +31,7 @@ _PASS_ON: dict[str, Any] = {
 
 app.command("train", cls=TrainCommand)(train)
 app.command("resume-rollout")(resume_rollout)
+app.add_typer(sglang)
 
 
 @app.command()
