@@ -20,6 +20,21 @@ from hybridasync.transport.rpc_endpoint import Membership
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+_OF_TORCHRUN = frozenset({*REQUIRED, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
+
+
+def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that is no rank of the job.
+
+    With TORCHELASTIC_USE_AGENT_STORE, for one, a group that SGLang opens by itself waits for a store that nobody hosts.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _OF_TORCHRUN and not name.startswith(("TORCHELASTIC_", "ROLE_"))
+    }
+
+
 def is_torchrun(environ: Mapping[str, str] | None = None) -> bool:
     """Whether this process is a rank of a job that a launcher started."""
     return all(name in (os.environ if environ is None else environ) for name in REQUIRED)

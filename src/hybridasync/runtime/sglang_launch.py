@@ -20,6 +20,8 @@ CPU_ARGUMENTS = (
     "cpu",
     "--attention-backend",
     "torch_native",
+    # Its scheduler polls, and an idle one would keep a core from the trainer.
+    "--sleep-on-idle",
     # By default the cache of keys and values gets seven tenths of the machine's memory.
     "--mem-fraction-static",
     "0.3",
