@@ -44,7 +44,7 @@ class FakeEngine:
     def application(self) -> Starlette:
         paths = ("/pause_generation", "/continue_generation", "/abort_request", "/generate", "/flush_cache")
         paths += ("/update_weights_from_disk", "/weights_checker")
-        gets = ("/ready", "/health", "/v1/loads", "/model_info")
+        gets = ("/ready", "/health", "/v1/loads", "/model_info", "/server_info")
         return Starlette(
             routes=[Route(path, self.handle, methods=["POST"]) for path in paths]
             + [Route(path, self.handle) for path in gets]
@@ -73,6 +73,8 @@ class FakeEngine:
             return None, 503 if self.paused else 200
         elif path == "/v1/loads":
             return {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": self.waiting}]}, 200
+        elif path == "/server_info":
+            return {"version": "0.5.23"}, 200
         elif path == "/model_info":
             return {"weight_version": self.version}, 200
         elif path == "/update_weights_from_disk":

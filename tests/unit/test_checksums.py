@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridasync.weights import snapshot
-from hybridasync.weights.checksums import checksums, fused_name, overall
+from hybridasync.config.models import EngineSection
+from hybridasync.weights import gpu_hash, snapshot
+from hybridasync.weights.checksums import checksums, overall
+from hybridasync.weights.layout import EngineLayout, engine_layout, fused_name
 
 
 def sha64(*tensors: torch.Tensor, padding: int = 0) -> str:
@@ -29,6 +31,7 @@ def tiny(dtype: torch.dtype = torch.float32, vocab: int = 70) -> dict[str, torch
         "model.layers.0.self_attn.q_norm.weight": (4,),
         "model.layers.0.mlp.gate_proj.weight": (16, 8),
         "model.layers.0.mlp.up_proj.weight": (16, 8),
+        "model.layers.0.mlp.down_proj.weight": (8, 16),
         "model.norm.weight": (8,),
         "lm_head.weight": (vocab, 8),
     }
@@ -37,16 +40,19 @@ def tiny(dtype: torch.dtype = torch.float32, vocab: int = 70) -> dict[str, torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_names_are_fused_and_bytes_are_hashed_as_sglang_does(dtype: torch.dtype) -> None:
-    """q, k, v and gate, up are one parameter each, vocabulary rows are padded to 64, whatever the order of arrival."""
+    """q, k, v and gate, up are one parameter each; vocabulary is padded to 64 rows, gate and up to 32 each."""
     t = tiny(dtype)
     layer = "model.layers.0."
     q, k, v = (t[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv")
+    gate, up = (t[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    empty = torch.zeros(16, 8, dtype=dtype)
     row_bytes = 8 * dtype.itemsize
     expected = {
         "model.embed_tokens.weight": sha64(t["model.embed_tokens.weight"], padding=58 * row_bytes),
         f"{layer}self_attn.qkv_proj.weight": sha64(q, k, v),
         f"{layer}self_attn.q_norm.weight": sha64(t[f"{layer}self_attn.q_norm.weight"]),
-        f"{layer}mlp.gate_up_proj.weight": sha64(t[f"{layer}mlp.gate_proj.weight"], t[f"{layer}mlp.up_proj.weight"]),
+        f"{layer}mlp.gate_up_proj.weight": sha64(gate, empty, up, empty),
+        f"{layer}mlp.down_proj.weight": sha64(torch.cat([t[f"{layer}mlp.down_proj.weight"], empty.T], 1)),
         "model.norm.weight": sha64(t["model.norm.weight"]),
         "lm_head.weight": sha64(t["lm_head.weight"], padding=58 * row_bytes),
     }
@@ -82,6 +88,59 @@ def test_missing_and_double_parts_are_refused() -> None:
     del t["model.layers.0.self_attn.k_proj.weight"]
     with pytest.raises(ValueError, match="qkv_proj"):
         checksums(t.items(), tie_word_embeddings=False)
+
+
+def test_each_rank_of_an_engine_holds_its_part() -> None:
+    """Two ranks: rows of q, k, v, gate, up and vocabulary, columns of down; with one kv head for both, both hold it."""
+    t = tiny()
+    layer = "model.layers.0."
+    q, k, v = (t[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv")
+    sums = checksums(t.items(), tie_word_embeddings=False, layout=EngineLayout(2, kv_heads=2, cuda=False))
+    for rank in (0, 1):
+        half = slice(4 * rank, 4 * rank + 4), slice(2 * rank, 2 * rank + 2)
+        assert sums[f"rank{rank}/{layer}self_attn.qkv_proj.weight"] == sha64(q[half[0]], k[half[1]], v[half[1]])
+        assert sums[f"rank{rank}/model.norm.weight"] == sha64(t["model.norm.weight"])
+        padded = torch.cat([t[f"{layer}mlp.down_proj.weight"], torch.zeros(8, 48)], 1)
+        assert sums[f"rank{rank}/{layer}mlp.down_proj.weight"] == sha64(padded[:, 32 * rank : 32 * rank + 32])
+    assert sums["rank1/lm_head.weight"] == sha64(t["lm_head.weight"][64:], padding=58 * 8 * 4)
+    one = checksums(t.items(), tie_word_embeddings=False, layout=EngineLayout(2, kv_heads=1))
+    assert one[f"rank1/{layer}self_attn.qkv_proj.weight"] == sha64(q[4:], k, v)
+    with pytest.raises(ValueError, match="qkv_proj"):
+        checksums(t.items(), tie_word_embeddings=False, layout=EngineLayout(3, kv_heads=2))
+
+
+def test_the_hash_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal to what SGLang's own kernel answers (run under Triton's interpreter), however it is divided into chunks."""
+    known = {
+        "0eb9bb37557ba18e": torch.arange(40000, dtype=torch.float32),
+        "aef4f752b4654d1d": torch.arange(-3, 4).to(torch.bfloat16),
+        "d72b1c7df59e6b6b": torch.arange(8193 * 2).to(torch.bfloat16),
+    }
+    assert [gpu_hash.gpu_hash(tensor) for tensor in known.values()] == list(known)
+    monkeypatch.setattr(gpu_hash, "_CHUNK_TILES", 1)
+    assert [gpu_hash.gpu_hash(tensor) for tensor in known.values()] == list(known)
+    assert gpu_hash.gpu_hash(torch.zeros(0)) == "0" * 16
+    t = tiny()
+    sums = checksums(t.items(), tie_word_embeddings=False, layout=EngineLayout(cuda=True))
+    gate_up = torch.cat([t[f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up")])
+    assert sums["model.layers.0.mlp.gate_up_proj.weight"] == gpu_hash.gpu_hash(gate_up)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu_here", "cuda"),
+    [
+        ({"kind": "embedded", "device": "cuda"}, True, False),
+        ({"kind": "sglang", "device": "cpu"}, True, False),
+        ({"kind": "sglang", "device": "auto"}, True, True),
+        ({"kind": "attach", "device": "auto", "tensor_parallel_size": 2}, False, False),
+        ({"kind": "attach", "device": "cuda"}, False, True),
+    ],
+)
+def test_layout_of_a_recipes_engines(settings: dict[str, object], gpu_here: bool, cuda: bool) -> None:
+    """A real SGLang hashes on its device; the embedded engine the same everywhere."""
+    section = EngineSection.model_validate(settings)
+    layout = engine_layout(section, kv_heads=2, gpu_here=gpu_here)
+    assert (layout.cuda, layout.tensor_parallel_size) == (cuda, section.tensor_parallel_size)
 
 
 def test_fused_names() -> None:

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 from tests.fake_engine import FakeEngine, serving
 
-from hybridasync.errors import EngineError, OutcomeUnknown, Rejected, RemoteProtocolError
-from hybridasync.transport.sglang import SglangServer, parse_completion, version_number
+from hybridasync.errors import (
+    ConfigError,
+    EngineError,
+    LocalProtocolError,
+    OutcomeUnknown,
+    Rejected,
+    RemoteProtocolError,
+)
+from hybridasync.transport.sglang import ServerVersion, SglangServer, parse_completion, version_number
 from hybridasync.types import SamplingParams, VersionSpan, WeightSnapshot
 
 PARAMS = SamplingParams(max_new_tokens=8, temperature=0.7, n=2, stop_token_ids=(2,))
@@ -47,7 +54,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 async def test_a_group_is_one_request(fake: FakeEngine, engine: SglangServer) -> None:
-    """n completions of one prompt in one call, with ids, log-probs and versions of the same tokens."""
+    """n completions of one prompt in one call, an id for each; ids, log-probs and versions of the same tokens."""
     fake.bodies["/generate"] = [row(), row(finish_reason={"type": "abort", "message": "x"})]
     first, second = await engine.generate("r-1", [5, 6], PARAMS)
     assert first.output_ids == (1, 2, 4, 4) and first.logprobs == (-0.1, -0.2, -0.3, -0.4)
@@ -55,13 +62,12 @@ async def test_a_group_is_one_request(fake: FakeEngine, engine: SglangServer) ->
     assert (first.finish_reason, second.finish_reason, first.engine) == ("stop", "abort", "engine-0")
     path, body = fake.calls[0]
     assert path == "/generate" and isinstance(body, dict)
-    assert (body["rid"], body["input_ids"], body["return_logprob"]) == ("r-1", [5, 6], True)
+    assert (body["rid"], body["input_ids"], body["return_logprob"]) == (["r-1_0", "r-1_1"], [[5, 6], [5, 6]], True)
     assert body["sampling_params"] == {
         "max_new_tokens": 8,
         "temperature": 0.7,
         "top_p": 1.0,
         "top_k": -1,
-        "n": 2,
         "stop_token_ids": [2],
     }
 
@@ -71,6 +77,42 @@ def test_an_aborted_request_that_made_nothing_is_an_empty_completion() -> None:
     meta = {"finish_reason": {"type": "abort"}, "weight_version": "default"}
     completion = parse_completion({"output_ids": [], "meta_info": meta}, "e")
     assert (completion.output_ids, completion.spans, completion.oldest_version) == ((), (), None)
+
+
+async def test_abort_names_every_sample(fake: FakeEngine, engine: SglangServer) -> None:
+    """A request that failed is aborted by the ids of its samples; one that ended leaves nothing to remember."""
+    fake.faults["/generate"] = [503]
+    with pytest.raises(Rejected):
+        await engine.generate("r-1", [5], PARAMS)
+    await engine.abort("r-1")
+    fake.bodies["/generate"] = [row(), row()]
+    await engine.generate("r-2", [5], PARAMS)
+    await engine.abort("r-2")
+    aborted = [body["rid"] for path, body in fake.calls if path == "/abort_request" and isinstance(body, dict)]
+    assert aborted == ["r-1_0", "r-1_1", "r-2"]
+
+
+async def test_what_kills_a_server_is_not_sent(fake: FakeEngine, engine: SglangServer) -> None:
+    """SGLang's scheduler dies of a negative token id."""
+    for ids in ([], [5, -1]):
+        with pytest.raises(LocalProtocolError):
+            await engine.generate("r", ids, PARAMS)
+    assert fake.calls == []
+
+
+async def test_versions_of_the_server(fake: FakeEngine, engine: SglangServer) -> None:
+    """0.5.23 has spans; older ones down to 0.5.6 are known to have none; others are refused by name."""
+    assert await engine.version() == ServerVersion("0.5.23", spans=True)
+    for text, spans in (("0.5.23.post1", True), ("0.5.15.post1", False), ("0.5.6", False)):
+        fake.bodies["/server_info"] = {"version": text}
+        assert await engine.version() == ServerVersion(text, spans=spans)
+    for text in ("0.5.5", "0.5.24", "1.0.0", "nightly"):
+        fake.bodies["/server_info"] = {"version": text}
+        with pytest.raises(ConfigError, match=text):
+            await engine.version()
+    fake.bodies["/server_info"] = {}
+    with pytest.raises(RemoteProtocolError):
+        await engine.version()
 
 
 def test_an_engine_without_spans_serves_one_version() -> None:

@@ -205,10 +205,10 @@ class Scheduler:
         self, chosen: list[GeneratedSequence]
     ) -> Iterable[tuple[list[list[int]], list[GeneratedSequence], list[int]]]:
         """Batches of distinct contexts of similar length, the sequences that start from them, and which from which."""
-        by_context: dict[tuple[int, int], list[GeneratedSequence]] = {}
+        by_context: dict[tuple[int, ...], list[GeneratedSequence]] = {}
         for sequence in chosen:
-            alone = id(sequence) if sequence.output_ids else 0
-            by_context.setdefault((id(sequence.group), alone), []).append(sequence)
+            alone = (-1, id(sequence)) if sequence.output_ids else ()
+            by_context.setdefault((*sequence.group.input_ids, *alone), []).append(sequence)
         members = sorted(
             by_context.values(), key=lambda sharing: len(sharing[0].group.input_ids) + len(sharing[0].output_ids)
         )

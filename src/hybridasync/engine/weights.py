@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from hybridasync.engine.model_config import ModelConfig
-from hybridasync.weights.checksums import FUSED_PARTS, checksums, fused_name
+from hybridasync.weights.checksums import checksums
+from hybridasync.weights.layout import FUSED_PARTS, fused_name
 
 
 class WeightMismatchError(ValueError):

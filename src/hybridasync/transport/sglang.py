@@ -5,11 +5,13 @@ SGLang's own words (`rid`, `output_token_logprobs`, `weight_versions`) stay in t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast, get_args
 
-from hybridasync.errors import EngineError, RemoteProtocolError
+from hybridasync.errors import ConfigError, EngineError, LocalProtocolError, RemoteProtocolError
 from hybridasync.http import Endpoint, bearer
 from hybridasync.types import Completion, FinishReason, SamplingParams, VersionSpan, WeightSnapshot
 
@@ -17,6 +19,32 @@ INITIAL_VERSION = "default"
 """What SGLang calls the weights that it started with; our weight version 0."""
 
 FINISH_REASONS = frozenset(get_args(FinishReason))
+
+TESTED_VERSION = (0, 5, 23)
+"""The contract suite runs against this one; a later one may have changed any route."""
+
+OLDEST_VERSION = (0, 5, 6)
+"""The first with the pause modes. Versions before 0.5.23 label a completion with one version, the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerVersion:
+    """What a server says it is. `spans`: it tells which weights made which token."""
+
+    text: str
+    spans: bool
+
+    @classmethod
+    def parse(cls, text: str, *, server: str) -> ServerVersion:
+        """Raises ConfigError outside the range that this client knows."""
+        match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+        number = tuple(map(int, match.groups())) if match else None
+        if number is None or not OLDEST_VERSION <= number <= TESTED_VERSION:
+            oldest, tested = (".".join(map(str, version)) for version in (OLDEST_VERSION, TESTED_VERSION))
+            raise ConfigError(
+                f"{server} is SGLang {text}; hybridasync knows {oldest} to {tested} and is tested with {tested}"
+            )
+        return cls(text, number >= TESTED_VERSION)
 
 
 class SglangServer:
@@ -33,10 +61,10 @@ class SglangServer:
     ) -> None:
         """`control_timeout_s` is the deadline of a control call, `request_timeout_s` that of one generation."""
         self.name = name
-        self.base_url = base_url
-        headers = bearer(api_key)
-        self._data = Endpoint(name, base_url, timeout_s=request_timeout_s, headers=headers, keep_alive=True)
-        self._control = Endpoint(name, base_url, timeout_s=control_timeout_s, headers=headers)
+        self._headers = bearer(api_key)
+        self._timeouts = control_timeout_s, request_timeout_s
+        self._samples: dict[str, int] = {}  # requests that may be running there → samples of each
+        self._connect(base_url)
 
     async def __aenter__(self) -> Self:
         return self
@@ -44,8 +72,21 @@ class SglangServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._data.aclose()
-        await self._control.aclose()
+        await self._close()
+
+    async def moved(self, base_url: str) -> None:
+        """The engine was started anew, perhaps at another address. Nothing may be under way to the old one."""
+        if base_url != self.base_url:
+            await self._close()
+            self._connect(base_url)
+
+    async def version(self) -> ServerVersion:
+        """Raises ConfigError for a server outside the known range."""
+        answer = await self._control.call_json("version", "GET", "/server_info", server_errors="rejected")
+        text = answer.get("version") if isinstance(answer, dict) else None
+        if not isinstance(text, str):
+            raise RemoteProtocolError(self.name, "version", f"no string `version` in {str(answer)[:200]}")
+        return ServerVersion.parse(text, server=f"{self.name} ({self.base_url})")
 
     async def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> tuple[Completion, ...]:
         """n completions of one prompt, in one request.
@@ -53,13 +94,20 @@ class SglangServer:
         Rejected has the status: 400 is the request's own fault and must not be retried, 429 and 5xx may be. Cancelling
         closes the connection, which SGLang notices after some seconds: call `abort` as well.
         """
-        body = {
-            "rid": rid,
-            "input_ids": list(input_ids),
-            "return_logprob": True,
-            "sampling_params": _sampling_params(params),
-        }
+        if not input_ids or min(input_ids) < 0:
+            # SGLang's scheduler dies of a negative id, and every other request with it.
+            raise LocalProtocolError(f"{self.name}: a prompt with no ids or a negative one must not be sent")
+        rids = _sample_ids(rid, params.n)
+        body: dict[str, object] = {"return_logprob": True, "sampling_params": _sampling_params(params)}
+        if params.n == 1:
+            body |= {"rid": rid, "input_ids": list(input_ids)}
+        else:
+            # Not SGLang's `n`: it gives samples ids that nobody is told, so that they couldn't be aborted, and it
+            # computes the prompt once more beforehand.
+            body |= {"rid": rids, "input_ids": [list(input_ids)] * params.n}
+        self._samples[rid] = params.n
         answer = await self._data.call_json("generate", "POST", "/generate", json=body, server_errors="rejected")
+        del self._samples[rid]
         rows = answer if isinstance(answer, list) else [answer]
         if len(rows) != params.n:
             raise RemoteProtocolError(self.name, "generate", f"{len(rows)} completions instead of {params.n}")
@@ -69,12 +117,9 @@ class SglangServer:
             raise RemoteProtocolError(self.name, "generate", f"{type(error).__name__}: {error}") from error
 
     async def abort(self, rid: str) -> None:
-        """Stop a request; an unknown `rid` is no error.
-
-        A real SGLang gives the samples of a request with n > 1 ids of its own, so that there only the closed connection
-        stops them.
-        """
-        await self._control.call("abort", "POST", "/abort_request", json={"rid": rid})
+        """Stop a request of this client, all of its samples; an unknown `rid` is no error."""
+        for sample in _sample_ids(rid, self._samples.pop(rid, 1)):
+            await self._control.call("abort", "POST", "/abort_request", json={"rid": sample})
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         """Load the snapshot from its folder and drop the prefix cache. The engine must be paused.
@@ -122,6 +167,20 @@ class SglangServer:
             return False
         return True
 
+    def _connect(self, base_url: str) -> None:
+        control_s, request_s = self._timeouts
+        self.base_url = base_url
+        self._data = Endpoint(self.name, base_url, timeout_s=request_s, headers=self._headers, keep_alive=True)
+        self._control = Endpoint(self.name, base_url, timeout_s=control_s, headers=self._headers)
+
+    async def _close(self) -> None:
+        await self._data.aclose()
+        await self._control.aclose()
+
+
+def _sample_ids(rid: str, n: int) -> list[str]:
+    return [rid] if n == 1 else [f"{rid}_{index}" for index in range(n)]
+
 
 def _sampling_params(params: SamplingParams) -> dict[str, object]:
     return {
@@ -129,7 +188,6 @@ def _sampling_params(params: SamplingParams) -> dict[str, object]:
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
-        "n": params.n,
         "stop_token_ids": list(params.stop_token_ids),
     }
 

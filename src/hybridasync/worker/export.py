@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from hybridasync.errors import CheckpointError
 from hybridasync.types import WeightSnapshot
 from hybridasync.weights.checksums import Checksums
-from hybridasync.weights.snapshot import SnapshotError, read_config, write_snapshot
+from hybridasync.weights.layout import EngineLayout
+from hybridasync.weights.snapshot import read_config, write_snapshot
 from hybridasync.worker.hf_mapping import iter_hf
 from hybridasync.worker.parallel import layout
 
@@ -25,18 +26,29 @@ T = TypeVar("T")
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-def export_snapshot(gpt: Any, version: int, path: str | Path, *, dtype: torch.dtype | None = None) -> WeightSnapshot:
+def export_snapshot(
+    gpt: Any,
+    version: int,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    engines: EngineLayout | None = None,
+) -> WeightSnapshot:
     """Write the weights of `gpt` as version `version` to `path`, complete or not at all; the same answer on every rank.
 
-    `dtype` is the type that the engines hold, so that the checksums are of the bytes they will have; default the
-    trainer's. Only `config.json` and the weights are written. Raises CheckpointError on every rank.
+    `dtype` is the type that the engines hold (default the trainer's) and `engines` how they hold it, so that the
+    checksums are of the bytes they will have. Only `config.json` and the weights are written. Raises CheckpointError
+    on every rank.
     """
     started = time.perf_counter()
+    engines = engines or EngineLayout()
 
     def write(tensors: Named) -> WeightSnapshot:
-        sums = Checksums(tie_word_embeddings=gpt.hf.tied_embeddings)
+        sums = Checksums(tie_word_embeddings=gpt.hf.tied_embeddings, layout=engines)
         held = dtype or next(gpt.parameters()).dtype
-        size = write_snapshot(path, _observed(_cast(tensors, held), sums.add), _config_of(gpt, held))
+        # SHA-256 and the file need the bytes on the CPU, once; the other hash is far faster where they are.
+        cast = _cast(tensors, held, device=None if engines.cuda else "cpu")
+        size = write_snapshot(path, _observed(cast, sums.add), _config_of(gpt, held))
         return WeightSnapshot(version, str(path), sums.result(), size, time.perf_counter() - started)
 
     return _on_first_rank(gpt, f"weights of version {version} can't be written to {path}", write)
@@ -62,10 +74,9 @@ def _config_of(gpt: Any, dtype: torch.dtype) -> dict[str, Any]:
     return {**config, key: str(dtype).removeprefix("torch.")}
 
 
-def _cast(tensors: Named, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """To the CPU as well, once for both the checksum and the file."""
+def _cast(tensors: Named, dtype: torch.dtype, *, device: str | None) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in tensors:
-        yield name, tensor.to(device="cpu", dtype=dtype)
+        yield name, tensor.to(device=device, dtype=dtype)
 
 
 def _observed(tensors: Named, see: Callable[[str, torch.Tensor], None]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -83,7 +94,7 @@ def _on_first_rank(gpt: Any, failure: str, write: Callable[[Named], T]) -> T:
         try:
             if place.rank == 0:
                 outcome = [write(tensors)]
-        except (OSError, SafetensorError, SnapshotError) as error:
+        except (OSError, SafetensorError, ValueError) as error:  # SnapshotError is a ValueError, too
             outcome = [CheckpointError(f"{failure}: {error}")]
         for _ in tensors:
             pass  # the other ranks are in the same gathers: to leave early would leave them waiting for ever
