@@ -23,13 +23,10 @@ from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
 from hybridasync.errors import CompensationFailed, HybridAsyncError
 from hybridasync.observability.report import write_report
-from hybridasync.observability.summary import Status, write_summary
+from hybridasync.observability.summary import write_summary
 from hybridasync.runtime.environment import Environment, is_torchrun
-from hybridasync.runtime.outcome import Outcome, of_error
+from hybridasync.runtime.outcome import Outcome, of_error, of_signal
 from hybridasync.runtime.worker import serve_worker
-
-SIGNAL_EXIT = 128
-"""A run ended by signal n exits with 128 + n, as shells do."""
 
 
 @dataclass(slots=True)
@@ -41,7 +38,7 @@ class _Ending:
 
     def outcome(self) -> Outcome:
         if self.signal is not None and not isinstance(self.error, HybridAsyncError):
-            return Outcome(SIGNAL_EXIT + self.signal, f"stopped by {signal.Signals(self.signal).name}")
+            return of_signal(self.signal)
         return of_error(self.error) if self.error is not None else Outcome(0)
 
 
@@ -51,8 +48,7 @@ async def run_controller(config: Config, *, run_dir: Path, resume: bool = False)
     outcome = await supervised(lambda: _all_steps(config, run_dir, resume))
     if outcome.code == CompensationFailed.exit_code:
         outcome = Outcome(outcome.code, f"{outcome.message}\nTry again: hybridasync resume-rollout --run-dir {run_dir}")
-    extra = {"exit_code": outcome.code} | ({"error": outcome.message} if outcome.message else {})
-    write_summary(run_dir, status=_status(outcome), wall_s=time.monotonic() - started, extra=extra)
+    write_summary(run_dir, status=outcome.status, wall_s=time.monotonic() - started, extra=outcome.summary)
     write_report(run_dir)
     return outcome
 
@@ -108,9 +104,3 @@ async def _receive_signals(
         async for number in received:
             ending.signal = ending.signal or int(number)
             work.cancel()
-
-
-def _status(outcome: Outcome) -> Status:
-    if outcome.code == 0:
-        return "completed"
-    return "interrupted" if outcome.code > SIGNAL_EXIT else "failed"

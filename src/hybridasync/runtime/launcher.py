@@ -28,9 +28,12 @@ from hybridasync.observability.process import (
     terminate,
     wait_ended,
 )
+from hybridasync.observability.report import write_report
+from hybridasync.observability.summary import write_summary
 from hybridasync.runtime import lock, outcome
 from hybridasync.runtime.outcome import Outcome
 from hybridasync.runtime.start import RANK_PROGRAM, listen
+from hybridasync.transport.weights import remove_leftovers
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
@@ -96,10 +99,11 @@ class _Start:
         self._seen: set[ProcessId] = set()  # every process of the job that ever showed up
         self._controller: ProcessId | None = None
         self._give_up_at: float | None = None
+        self._started = time.monotonic()
 
     def run(self, resume: bool, program: Sequence[str]) -> int:
         if self._received:
-            return 128 + self._received[0]
+            return outcome.of_signal(self._received[0]).code
         outcome.clear(self._run_dir)
         listener = listen(self._config.network.master_addr, self._config.network.master_port)
         with (
@@ -116,7 +120,11 @@ class _Start:
                 self._supervise(agent)
             finally:
                 self._clear_up(agent)
-        return self._code()
+        ended = outcome.read(self._run_dir)
+        verdict = self._verdict(ended, agent.returncode)
+        if verdict != ended:
+            self._put_right(verdict, ended)
+        return verdict.code
 
     def _command(self, descriptor: int, resume: bool, program: Sequence[str]) -> list[str]:
         log = self._run_dir / "logs" / "torchrun.log"
@@ -170,22 +178,33 @@ class _Start:
         left = self._seen | in_sessions(process.pid for process in self._seen)  # ranks lead sessions
         terminate(wait_ended(left, _LEAVE_S), grace_s=_TERMINATE_S)
 
-    def _code(self) -> int:
-        ended = outcome.read(self._run_dir)
+    def _verdict(self, ended: Outcome | None, agent_code: int) -> Outcome:
+        """The controller's outcome, or a better one: it may have been killed, or not know why it was told to stop."""
         if ended is not None and ended.code in (0, 2, 3):
-            return ended.code
+            return ended
         if self._received:
-            return 128 + self._received[0]
-        if ended is None or ended.code > 128:
-            _say(self._silent_end(ended))
-            return 1
-        return ended.code
+            by_signal = outcome.of_signal(self._received[0])
+            return ended if ended is not None and ended.code == by_signal.code else by_signal
+        if ended is None or ended.code > outcome.SIGNAL_EXIT:
+            return Outcome(1, self._silent_end(ended, agent_code))
+        return ended
 
-    def _silent_end(self, ended: Outcome | None) -> str:
+    def _put_right(self, verdict: Outcome, ended: Outcome | None) -> None:
+        """Say what the controller couldn't, and leave the run directory as it would have."""
+        _say(verdict.message)
+        if ended is None:
+            remove_leftovers(self._run_dir, self._config.publication.weights_dir)
+        wall_s = time.monotonic() - self._started
+        write_summary(self._run_dir, status=verdict.status, wall_s=wall_s, extra=verdict.summary)
+        write_report(self._run_dir)
+
+    def _silent_end(self, ended: Outcome | None, agent_code: int) -> str:
         logs = self._run_dir / "logs"
         account = f"torchrun's own account is in {logs / 'torchrun.log'}"
         if ended is None:
             return f"the controller ended without a word (killed, perhaps for memory); {account}"
+        if agent_code < 0:
+            return f"torchrun was ended by {signal.Signals(-agent_code).name}, and the job with it; {account}"
         tails = [f"{path.name}:\n{tail}" for path in sorted(logs.glob("worker-*.log")) if (tail := log_tail(path))]
         return "\n".join([f"a worker ended, and torchrun stopped the job; {account}", *tails])
 

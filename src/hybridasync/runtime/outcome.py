@@ -6,14 +6,18 @@ Exit codes: 0 done · 1 failed · 2 the user's mistake · 3 an owed resume wasn'
 from __future__ import annotations
 
 import json
+import signal
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridasync.errors import CompensationFailed, ConfigError, HybridAsyncError
+from hybridasync.observability.summary import Status
 
 FILE_NAME = ".exit.json"
+SIGNAL_EXIT = 128
+"""A run ended by signal n exits with 128 + n, as shells do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,22 @@ class Outcome:
 
     code: int
     message: str = ""
+
+    @property
+    def status(self) -> Status:
+        """As summary.json has it."""
+        if self.code == 0:
+            return "completed"
+        return "interrupted" if self.code > SIGNAL_EXIT else "failed"
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """What summary.json says of the end besides."""
+        return {"exit_code": self.code} | ({"error": self.message} if self.message else {})
+
+
+def of_signal(number: int) -> Outcome:
+    return Outcome(SIGNAL_EXIT + number, f"stopped by {signal.Signals(number).name}")
 
 
 def write(run_dir: Path, outcome: Outcome) -> None:

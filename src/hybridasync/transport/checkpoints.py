@@ -30,7 +30,8 @@ class CheckpointFolders:
     def begin(self, step: int) -> Path:
         folder = self._partial(step)
         try:
-            shutil.rmtree(folder, ignore_errors=True)
+            for killed in self._root.glob("step_*.partial"):
+                shutil.rmtree(killed, ignore_errors=True)
             (folder / "model").mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(f"can't make {folder}: {error.strerror}") from error

@@ -34,10 +34,22 @@ class SnapshotFolder:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _choose(run_dir: Path, configured: str | None, *, local: bool, model_bytes: int) -> Path:
+def remove_leftovers(run_dir: Path, configured: str | None) -> None:
+    """Remove the snapshots of a run whose controller was killed. For its launcher; engines must have ended."""
+    for path in _places(run_dir.resolve(), configured):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _places(run_dir: Path, configured: str | None) -> tuple[Path, ...]:
+    """Where snapshots of the run may lie, best first."""
     name = "hybridasync-" + hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]
+    return (Path(configured) / name,) if configured is not None else (SHARED_MEMORY / name, run_dir / "weights")
+
+
+def _choose(run_dir: Path, configured: str | None, *, local: bool, model_bytes: int) -> Path:
+    best, *others = _places(run_dir, configured)
     if configured is not None:
-        return Path(configured) / name
+        return best
     if local and SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM_FACTOR * model_bytes:
-        return SHARED_MEMORY / name
-    return run_dir / "weights"
+        return best
+    return others[0]
