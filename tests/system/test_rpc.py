@@ -202,7 +202,7 @@ async def test_c34_worker_that_never_joins_is_named(tmp_path: Path, monkeypatch:
 
 async def test_worker_that_can_t_join_says_why(tmp_path: Path) -> None:
     """A wrong interface is the user's mistake, and names the setting and what there is."""
-    with pytest.raises(ConfigError, match=r"network.interface: no interface 'nosuch0' here; there are .*lo"):
+    with pytest.raises(ConfigError, match=r"network.interface: this machine has no .* 'nosuch0'; it has .*lo"):
         async with connected(tmp_path, interface="nosuch0"):
             pass
 

@@ -195,7 +195,7 @@ def test_workers_fill_whole_replicas() -> None:
         (("engine.num_engines=4", "engine.port=30000", "engine.sidecar_port=30003"), "overlap"),
         (("engine.port=65535", "engine.num_engines=2"), "beyond the last port"),
         (("network.nnodes=2", "parallel.num_workers=2"), "network.master_port: 2 nodes need a fixed port"),
-        (("network.nnodes=2", "network.master_port=29500"), "network.nnodes: 2 nodes, but only 1 workers"),
+        (("network.nnodes=3", "network.master_port=29500"), "network.nnodes: 3 nodes, but only 1 workers"),
         (("optimizer.min_lr=1",), "optimizer.min_lr: 1 is above lr"),
         (("reward.overlong_buffer_tokens=17",), "17 is more than max_response_tokens (16)"),
         (("engine.context_length=16",), "rollout.max_response_tokens: 16 leaves no room"),

@@ -99,10 +99,11 @@ def several_nodes_meet(config: Config) -> Iterator[Finding]:
     network = config.network
     if network.nnodes == 1:
         return
-    if network.nnodes > config.parallel.num_workers:
+    if network.nnodes > config.parallel.num_workers + 1:
         yield Refuse(
             "network.nnodes",
-            f"{network.nnodes} nodes, but only {config.parallel.num_workers} workers (parallel.num_workers)",
+            f"{network.nnodes} nodes, but only {config.parallel.num_workers} workers (parallel.num_workers) and one "
+            "controller",
         )
     if network.master_port == 0:
         yield Refuse("network.master_port", f"{network.nnodes} nodes need a fixed port to meet at: for example 29500")

@@ -315,6 +315,9 @@ class NetworkSection(Section):
     """Interfaces and ports of the control plane. RPC has no authentication: keep it on a private network."""
 
     interface: str = Field(default="lo", description="network interface of RPC, gloo and the rendezvous store")
+    allow_public_address: bool = Field(
+        default=False, description="let the interface have a public address: only behind a firewall"
+    )
     master_addr: str = Field(default="127.0.0.1", description="address of node 0")
     master_port: NonNegative = Field(default=0, description="port of the rendezvous store; 0 = the system chooses")
     nnodes: Positive = Field(default=1, description="nodes of the job")

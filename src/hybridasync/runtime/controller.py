@@ -10,6 +10,7 @@ from hybridasync.config.models import Config
 from hybridasync.errors import ConfigError
 from hybridasync.runtime import lock
 from hybridasync.runtime.environment import Environment, is_torchrun
+from hybridasync.runtime.interface import check_interface
 from hybridasync.runtime.local import spawn_local_workers
 from hybridasync.runtime.start import RANK_PROGRAM
 from hybridasync.transport.rpc import Patience, RpcTrainer, join
@@ -27,6 +28,7 @@ async def connect(
     """
     async with AsyncExitStack() as stack:
         stack.enter_context(lock.hold(run_dir))
+        check_interface(config.network)
         if is_torchrun():
             place = Environment.read()
             _check_size(config, place)

@@ -17,6 +17,7 @@ from hybridasync.config.models import Config
 from hybridasync.drivers.fleet import Engine
 from hybridasync.errors import ConfigError, EngineError
 from hybridasync.observability.process import child_environment, signal_group
+from hybridasync.runtime.environment import workers_here
 from hybridasync.runtime.sglang_launch import launch_command, launch_environment
 from hybridasync.runtime.token import TOKEN_VARIABLE, token_of
 from hybridasync.transport.sglang import SglangServer
@@ -135,7 +136,7 @@ def _environment(config: Config, index: int) -> Mapping[str, str]:
     if config.engine.kind == "sglang":
         environment |= launch_environment(device=device, tensor_parallel_size=config.engine.tensor_parallel_size)
     if device == "cuda":
-        first = config.parallel.num_workers if config.network.nnodes == 1 else 0
+        first = workers_here(config.parallel.num_workers)
         size = config.engine.tensor_parallel_size
         gpus = config.engine.gpu_ids or tuple(range(first, first + size * config.engine.num_engines))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[index * size : (index + 1) * size]))

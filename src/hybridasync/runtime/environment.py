@@ -40,6 +40,11 @@ def is_torchrun(environ: Mapping[str, str] | None = None) -> bool:
     return all(name in (os.environ if environ is None else environ) for name in REQUIRED)
 
 
+def workers_here(num_workers: int) -> int:
+    """How many of the job's workers are on the controller's node, worker rank 1 first. For the controller."""
+    return Environment.read().local_world_size - 1 if is_torchrun() else num_workers
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """One rank's place in the job, as the launcher states it."""

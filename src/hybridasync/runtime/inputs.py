@@ -19,6 +19,7 @@ from hybridasync.data.warm_start import SupervisedDataset, load_warm_start
 from hybridasync.errors import ConfigError
 from hybridasync.rewards.functions import resolve_function
 from hybridasync.rewards.registry import Reward, load_reward
+from hybridasync.runtime.environment import workers_here
 from hybridasync.transport.weights import SnapshotFolder
 from hybridasync.types import Prompt
 
@@ -52,11 +53,13 @@ class Inputs:
         )
 
     def snapshot_folder(self, run_dir: Path) -> SnapshotFolder:
+        """In shared memory only where the engines are on one node with worker rank 1, which writes the snapshots."""
         engine = self.config.engine
+        writer_is_here = workers_here(self.config.parallel.num_workers) > 0
         return SnapshotFolder(
             run_dir,
             self.config.publication.weights_dir,
-            local=not engine.sidecar_url and not engine.url,
+            local=not engine.sidecar_url and not engine.url and writer_is_here,
             model_bytes=parameter_count(self.model) * BYTES_PER_PARAMETER[self.config.model.dtype],
         )
 

@@ -17,6 +17,7 @@ from hybridasync.data.model_dir import check_model_dir
 from hybridasync.errors import ConfigError
 from hybridasync.rewards.functions import resolve_function
 from hybridasync.rewards.registry import load_reward
+from hybridasync.runtime.interface import check_interface
 
 READ_WHOLE_BYTES = 64 * 2**20
 """Larger data files are read only when the run starts: reading them twice would cost more than a late message."""
@@ -75,16 +76,6 @@ def check_sglang(config: Config) -> None:
         )
 
 
-def check_network(config: Config) -> None:
-    """The interface exists on this machine. Raises ConfigError."""
-    here = [name for _, name in socket.if_nameindex()]
-    if config.network.interface not in here:
-        raise ConfigError(
-            f"this machine has no network interface {config.network.interface!r}; it has {', '.join(here)}",
-            setting="network.interface",
-        )
-
-
 def check_ports(config: Config) -> None:
     """Ports that were given are free now. Raises ConfigError that names the taken one."""
     engine, count = config.engine, config.engine.num_engines
@@ -116,7 +107,7 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
         yield lambda: check_sglang(config)
     if config.warm_start.steps:
         yield lambda: check_data_file("warm_start.data", config.warm_start.data, ("prompt", "response"))
-    yield lambda: check_network(config)
+    yield lambda: check_interface(config.network)
     yield lambda: check_ports(config)
 
 

@@ -19,6 +19,7 @@ from hybridasync.config.models import Config, NetworkSection
 from hybridasync.errors import ConfigError
 from hybridasync.observability.process import die_with_parent, end_own_group
 from hybridasync.runtime.environment import Environment
+from hybridasync.runtime.interface import check_interface
 from hybridasync.transport import rpc_endpoint
 from hybridasync.transport.rpc_endpoint import Endpoint, Membership, Operation
 
@@ -69,6 +70,7 @@ def serve_worker(
     member = place.membership(network)
     endpoint = Endpoint(place.rank)
     try:
+        check_interface(network)
         _join(member, endpoint)
     except Exception as error:  # noqa: BLE001  # told to the controller and then turned into an exit code
         rpc_endpoint.report_failed(member, error)
