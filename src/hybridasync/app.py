@@ -10,6 +10,7 @@
 | publisher        | a weight version | verified engines      | paused engines  | sidecars       | compensates         |
 | evaluation       | held-out prompts | accuracy of a version | verified engine | re-admission   | logged, never fatal |
 | health           | sidecars' status | quarantined engine    | its interval    | the clock      | ends if too few     |
+| recovery         | quarantines      | verified engine       | a quarantine    | health, swaps  | tries again, in time|
 | trainer.watch    | lifelines        | nothing               | a lost worker   | its death      | ends the run        |
 
 Two task groups: the outer one holds processes and connections, the inner one the work. When the work ends, in whatever
@@ -40,6 +41,7 @@ from hybridasync.drivers.fleet import Engine, Fleet
 from hybridasync.drivers.generation import Limits
 from hybridasync.drivers.health import Health
 from hybridasync.drivers.publish import Publisher, PublishParts
+from hybridasync.drivers.recovery import Recovery
 from hybridasync.drivers.rollout import Rollout, RolloutParts
 from hybridasync.drivers.training import LoopParts, Step, TrainingLoop
 from hybridasync.drivers.warmstart import warm_start
@@ -260,6 +262,7 @@ class Run:
             _resources(assembly.info, fleet),
         )
         work.start_soon(Health(config.engine, fleet, self.sink).run)
+        work.start_soon(Recovery(config.engine, fleet, publisher, sink=self.sink).run)
         return TrainingLoop(config, schedule, loop_parts, background=work)
 
     @contextmanager
@@ -305,5 +308,9 @@ class _Held(Generic[T]):
 def _resources(info: TrainerInfo, fleet: Fleet) -> Callable[[], Mapping[str, float]]:
     gauge = ResourceGauge()
     trainer = list(info.pids.values())
-    rollout = [engine.pid for engine in fleet.engines if engine.pid is not None]
-    return lambda: gauge.sample(trainer=trainer, rollout=rollout)
+
+    def sample() -> Mapping[str, float]:
+        rollout = [engine.pid for engine in fleet.engines if engine.pid is not None]
+        return gauge.sample(trainer=trainer, rollout=rollout)
+
+    return sample

@@ -55,6 +55,10 @@ class OutcomeUnknown(EngineError):
     """The request may have left and may have been carried out (R61): whatever it did has to be undone."""
 
 
+class EngineLost(EngineError):
+    """The engine was taken out of service while it worked on this: nothing of its answer may be used."""
+
+
 class RemoteProtocolError(EngineError):
     """The server answered something that its API doesn't allow."""
 

@@ -53,6 +53,10 @@ class InferenceServer(Protocol):
 
     async def healthy(self) -> bool: ...
 
+    async def moved(self, base_url: str) -> None:
+        """The engine was started anew, perhaps at another address."""
+        ...
+
 
 class Sidecar(Protocol):
     """The control plane of one engine (DESIGN section 6). `txn` is `ha1:<32 hex>:<n>`."""

@@ -136,6 +136,9 @@ class FakeServer:
     async def healthy(self) -> bool:
         return True
 
+    async def moved(self, base_url: str) -> None:
+        return None
+
 
 class FakeTrainer:
     """Exports instantly; log-probs are what the samples say."""

@@ -67,6 +67,7 @@ STACK_NAMES: Mapping[str, str] = {
     "eval-at-end": "eval.eval_at_end",
     "engine-kind": "engine.kind",
     "num-engines": "engine.num_engines",
+    "use-fault-tolerance": "engine.use_fault_tolerance",
     "rollout-engine-init-timeout": "engine.rollout_engine_init_timeout",
     "save-interval": "checkpoint.save_interval",
     "nnodes": "network.nnodes",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio
 
 from hybridasync.drivers.notify import Changed
+from hybridasync.errors import EngineError, EngineLost, Rejected
 from hybridasync.ports import InferenceServer, Sidecar
-from hybridasync.protocol.routing import EngineState, choose
+from hybridasync.protocol.routing import EngineState, Remedy, choose
 from hybridasync.types import Completion, SamplingParams
 
 
@@ -21,7 +22,10 @@ class Engine:
     server: InferenceServer
     sidecar: Sidecar
     pid: int | None = None  # of the engine, where it runs on this node
+    revive: Callable[[], Awaitable[None]] | None = None  # start its sidecar anew; None: it isn't ours to start
+    progress_at: float = 0.0  # when it last finished a request, or began to have one
     state: EngineState = field(init=False)
+    requests: dict[anyio.CancelScope, None] = field(default_factory=dict)  # in the order in which they were sent
 
     def __post_init__(self) -> None:
         self.state = EngineState(self.server.name)
@@ -37,6 +41,8 @@ class Fleet:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
         self.changed = Changed()
+        self.suspicion = Changed()
+        self.watched = False  # whether a health monitor will clear suspects
         self._by_name = {engine.name: engine for engine in engines}
         self._held = 0
         self._idle_since: float | None = None
@@ -69,17 +75,48 @@ class Fleet:
         """
         engine = await self._admitted(gated)
         self._busy()
+        if not engine.state.in_flight:
+            engine.progress_at = anyio.current_time()
         engine.state.in_flight += 1
+        scope = anyio.CancelScope()
+        engine.requests[scope] = None
         finished = False
         try:
-            completions = await engine.server.generate(rid, input_ids, params)
-            finished = True
+            with scope:
+                completions = await engine.server.generate(rid, input_ids, params)
+                finished = True
+            if scope.cancel_called:  # also when the answer came in the same moment: its weights are in doubt (law 4)
+                raise EngineLost(engine.name, "generate", engine.state.reason)
+            engine.progress_at = anyio.current_time()
             return completions
+        except EngineError as error:
+            self._doubt(engine, error)
+            raise
         finally:
+            engine.requests.pop(scope)
             if not finished:
                 await self._abort(engine, rid)
             engine.state.in_flight -= 1
             self._maybe_idle()
+            self.changed.notify()
+
+    def quarantine(self, engine: Engine, reason: str, remedy: Remedy | None = None) -> None:
+        """No prompt goes to it, and what it is working on is interrupted, to be made elsewhere."""
+        engine.state.quarantine(reason, remedy)
+        for scope in tuple(engine.requests):
+            scope.cancel()
+        self.changed.notify()
+
+    def readmit(self, engine: Engine, version: int) -> None:
+        """Its complete weights of `version` are verified."""
+        engine.state.verified(version)
+        engine.progress_at = anyio.current_time()
+        self.changed.notify()
+
+    def clear(self, engine: Engine) -> None:
+        """A probe found it well."""
+        if engine.state.suspect:
+            engine.state.suspect = False
             self.changed.notify()
 
     async def drained(self) -> None:
@@ -106,8 +143,14 @@ class Fleet:
 
     async def _abort(self, engine: Engine, rid: str) -> None:
         # Shielded: a server notices a closed connection seconds later, and computes for nobody until then.
-        with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+        with anyio.move_on_after(ABORT_DEADLINE_S, shield=True), suppress(EngineError):
             await engine.server.abort(rid)
+
+    def _doubt(self, engine: Engine, error: EngineError) -> None:
+        """A refusal proves that it lives. After anything else it is probed before it gets another prompt."""
+        if self.watched and not isinstance(error, Rejected | EngineLost):
+            engine.state.suspect = True
+            self.suspicion.notify()
 
     def _busy(self) -> None:
         if self._idle_since is not None:

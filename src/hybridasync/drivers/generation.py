@@ -9,7 +9,7 @@ from uuid import uuid4
 import anyio
 
 from hybridasync.drivers.fleet import Fleet
-from hybridasync.errors import EngineError, Rejected
+from hybridasync.errors import EngineError, EngineLost, Rejected
 from hybridasync.types import Completion, SamplingParams, VersionSpan
 
 
@@ -57,10 +57,15 @@ async def _finished(fleet: Fleet, request: GroupRequest, completion: Completion)
 async def _attempts(
     fleet: Fleet, request: GroupRequest, *, input_ids: Sequence[int], params: SamplingParams
 ) -> tuple[Completion, ...]:
-    left = request.max_retries
+    left, losses = request.max_retries, 0
     while True:
         try:
             return await fleet.generate(uuid4().hex, input_ids, params, gated=request.gated)
+        except EngineLost:
+            losses += 1  # no fault of the request's, unless it always happens with this one
+            if losses > MAX_LOSSES:
+                raise
+            continue
         except EngineError as error:
             wont_change = isinstance(error, Rejected) and 400 <= error.status < 500 and error.status != 429
             if wont_change or not left:
@@ -68,6 +73,9 @@ async def _attempts(
         left -= 1
         await anyio.sleep(RETRY_PAUSE_S)
 
+
+MAX_LOSSES = 5
+"""Engines that may be lost over one request before it is dropped: one prompt must not crash them all, for ever."""
 
 RETRY_PAUSE_S = 0.5
 """Between two attempts: an engine that refuses at once must not be asked in a burst."""

@@ -7,15 +7,15 @@ What can be done while the engines generate (the export) is done before the paus
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import anyio
 
 from hybridasync.config.models import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
-from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed
+from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed, Rejected
 from hybridasync.ports import Journal, MetricSink, Trainer
 from hybridasync.protocol.debts import Debts
 from hybridasync.types import PauseMode, PublicationResult, WeightSnapshot
@@ -32,6 +32,8 @@ class _Saga:
     """What one publication has found out so far."""
 
     txn: str
+    engines: tuple[Engine, ...]
+    mode: PauseMode
     paused: list[Engine] = field(default_factory=list)
     verified: list[Engine] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # engine → what went wrong
@@ -64,6 +66,11 @@ class Publisher:
         self._mode = mode
         self._sequence = 0
         self._lock = anyio.Lock()
+        self._latest: WeightSnapshot | None = None
+
+    @property
+    def has_published(self) -> bool:
+        return self._latest is not None
 
     async def publish(self, version: int, path: str, *, step: int | None) -> PublicationResult:
         """Bring weight version `version` of the trainer to every engine, by way of the folder `path`.
@@ -76,14 +83,36 @@ class Publisher:
             snapshot = await self._parts.trainer.export_weights(version, path)
             with self._parts.fleet.held():
                 await self._drain(version)
-                saga = await self._swap_under_pause(snapshot)
+                present = tuple(engine for engine in self._parts.fleet.engines if not engine.state.absent)
+                saga = self._begin(present, self._mode)
+                self._latest = snapshot
+                await self._swap_under_pause(saga, snapshot)
                 self._readmit(saga, version)
             result = _result(saga, snapshot, step=step, prepare_s=saga.asked_at - started)
             self._parts.sink.publication(result)
             if not saga.verified:
-                details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items())
+                details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items()) or "no engine is up"
                 raise PublicationFailed(version, [], list(saga.failures), detail=details)
             return result
+
+    async def bring_up(self, engine: Engine) -> None:
+        """Bring the last published version to this engine alone, which serves nothing yet; the others go on.
+
+        Raises PublicationFailed where it isn't verified afterwards, CompensationFailed as `publish` does.
+        """
+        async with self._lock:
+            snapshot = self._latest
+            if snapshot is None or engine.state.version is not None:
+                return
+            saga = self._begin((engine,), "retract")
+            await self._swap_under_pause(saga, snapshot)
+            self._readmit(saga, snapshot.version)
+            if not saga.verified:
+                detail = saga.failures.get(engine.name, "")
+                raise PublicationFailed(snapshot.version, [], [engine.name], detail=detail)
+
+    def _begin(self, engines: tuple[Engine, ...], mode: PauseMode) -> _Saga:
+        return _Saga(self._next_txn(), engines, mode, asked_at=anyio.current_time())
 
     async def _drain(self, version: int) -> None:
         if self._mode == "drain":
@@ -95,29 +124,31 @@ class Publisher:
                 detail = f"requests were still in flight after publication.drain_timeout_s = {limit:g} s"
                 raise PublicationFailed(version, live, [], detail=detail)
 
-    async def _swap_under_pause(self, snapshot: WeightSnapshot) -> _Saga:
-        saga = _Saga(self._next_txn(), asked_at=anyio.current_time())
-        engines = self._parts.fleet.engines
-        self._incur(engines, saga.txn)
-        try:
-            async with anyio.create_task_group() as tasks:
-                for engine in engines:
-                    tasks.start_soon(self._pause, engine, saga)
-            saga.paused_at = anyio.current_time()
-            async with self._lease_kept(saga), anyio.create_task_group() as tasks:
-                for engine in saga.paused:
-                    tasks.start_soon(self._load, engine, saga, snapshot)
-            saga.loaded_at = anyio.current_time()
-            async with anyio.create_task_group() as tasks:
-                for engine in [e for e in saga.paused if e.name not in saga.failures]:
-                    tasks.start_soon(self._verify, engine, saga, snapshot)
-            saga.verified_at = anyio.current_time()
-        finally:
-            self._quarantine_doubtful(saga)
-            # Shielded: cancelled here, an engine would stay paused for ever.
-            with anyio.CancelScope(shield=True):
-                await self._end_all(saga)
-        return saga
+    async def _swap_under_pause(self, saga: _Saga, snapshot: WeightSnapshot) -> None:
+        with _marked(saga.engines):
+            self._incur(saga.engines, saga.txn)
+            try:
+                async with anyio.create_task_group() as tasks:
+                    for engine in saga.engines:
+                        tasks.start_soon(self._pause, engine, saga)
+                saga.paused_at = anyio.current_time()
+                async with self._leases_kept(saga):
+                    await self._load_and_verify(saga, snapshot)
+            finally:
+                self._quarantine_doubtful(saga)
+                # Shielded: cancelled here, an engine would stay paused for ever.
+                with anyio.CancelScope(shield=True):
+                    await self._end_all(saga)
+
+    async def _load_and_verify(self, saga: _Saga, snapshot: WeightSnapshot) -> None:
+        async with anyio.create_task_group() as tasks:
+            for engine in saga.paused:
+                tasks.start_soon(self._load, engine, saga, snapshot)
+        saga.loaded_at = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            for engine in [e for e in saga.paused if e.name not in saga.failures]:
+                tasks.start_soon(self._verify, engine, saga, snapshot)
+        saga.verified_at = anyio.current_time()
 
     async def _pause(self, engine: Engine, saga: _Saga) -> None:
         deadline = anyio.current_time() + self._settings.drain_timeout_s
@@ -125,7 +156,7 @@ class Publisher:
             while True:
                 # Shielded with a deadline: a pause that was sent and then abandoned may take effect after its resume.
                 with anyio.fail_after(self._settings.rollout_http_timeout, shield=True):
-                    if await engine.sidecar.pause(saga.txn, self._mode, self._settings.lease_s):
+                    if await engine.sidecar.pause(saga.txn, saga.mode, self._settings.lease_s):
                         saga.paused.append(engine)
                         return
                 if anyio.current_time() > deadline:
@@ -139,20 +170,23 @@ class Publisher:
             saga.failures[engine.name] = f"pause: {error or 'no answer in time'}"
 
     @asynccontextmanager
-    async def _lease_kept(self, saga: _Saga) -> AsyncIterator[None]:
-        async def renew() -> None:
-            while True:
-                await anyio.sleep(self._settings.lease_s / 3)
-                for engine in list(saga.paused):
-                    try:
-                        await engine.sidecar.renew(saga.txn, self._settings.lease_s)
-                    except EngineError as error:
-                        saga.failures.setdefault(engine.name, f"lease: {error}")
-
+    async def _leases_kept(self, saga: _Saga) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(renew)
+            for engine in saga.paused:  # each by itself: one that hangs must not cost the others their lease
+                tasks.start_soon(self._keep_lease, engine, saga)
             yield
             tasks.cancel_scope.cancel()
+
+    async def _keep_lease(self, engine: Engine, saga: _Saga) -> None:
+        lease_s = self._settings.lease_s
+        while True:
+            await anyio.sleep(lease_s / 3)
+            try:
+                with anyio.fail_after(lease_s / 3):
+                    await engine.sidecar.renew(saga.txn, lease_s)
+            except (EngineError, TimeoutError) as error:
+                # Not fatal yet: the next renewal may pass, and `_verify` ends with one.
+                self._parts.sink.event("lease_renewal_failed", level="warning", engine=engine.name, cause=str(error))
 
     async def _load(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
         saga.touched.add(engine.name)
@@ -169,6 +203,10 @@ class Publisher:
                 saga.failures[engine.name] = f"serves version {version}, not {snapshot.version}"
                 return
             differing = _differing(await engine.server.checksums(), snapshot.checksums)
+            await engine.sidecar.renew(saga.txn, self._settings.lease_s)  # only a pause that still holds can be renewed
+        except Rejected as error:
+            saga.failures[engine.name] = f"verify: the pause ended during the swap, or the engine refuses: {error}"
+            return
         except EngineError as error:
             saga.failures[engine.name] = f"verify: {error}"
             return
@@ -180,13 +218,14 @@ class Publisher:
     def _quarantine_doubtful(self, saga: _Saga) -> None:
         """Before the resume, so that no prompt reaches an engine that may be half-updated (law 4)."""
         verified = {engine.name for engine in saga.verified}
-        for engine in self._parts.fleet.engines:
+        for engine in saga.engines:
             if engine.name in saga.touched and engine.name not in verified:
-                engine.state.quarantine(saga.failures.get(engine.name, "the swap was interrupted"))
+                reason = saga.failures.get(engine.name, "the swap was interrupted")
+                self._parts.fleet.quarantine(engine, reason, "publish")
 
     def _readmit(self, saga: _Saga, version: int) -> None:
         for engine in saga.verified:
-            engine.state.verified(version)
+            self._parts.fleet.readmit(engine, version)
         for name, why in saga.failures.items():
             self._parts.sink.event("publication_degraded", level="warning", engine=name, version=version, cause=why)
 
@@ -194,16 +233,17 @@ class Publisher:
         owed = self._parts.debts.owed(saga.txn)
         with anyio.move_on_after(self._settings.resume_budget_s):
             async with anyio.create_task_group() as tasks:
-                for engine in self._parts.fleet.engines:
+                for engine in saga.engines:
                     if engine.name in owed:
                         tasks.start_soon(self._end, engine, saga.txn)
         saga.resumed_at = anyio.current_time()
         left = self._parts.debts.owed(saga.txn)
         if left:
-            await self._last_resort([e for e in self._parts.fleet.engines if e.name in left], saga)
+            await self._last_resort([e for e in saga.engines if e.name in left], saga)
 
     async def _end(self, engine: Engine, txn: str) -> None:
-        timeout = self._settings.resume_budget_s / END_ATTEMPTS
+        pause_s = min(1.0, self._settings.resume_budget_s / END_ATTEMPTS**2)
+        timeout = self._settings.resume_budget_s / END_ATTEMPTS - pause_s
         for attempt in range(END_ATTEMPTS):
             try:
                 with anyio.fail_after(timeout):
@@ -212,27 +252,33 @@ class Publisher:
                 self._parts.sink.event(
                     "resume_failed", level="warning", engine=engine.name, attempt=attempt + 1, cause=str(error)
                 )
-                await anyio.sleep(min(1.0, timeout / END_ATTEMPTS))
+                await anyio.sleep(pause_s)
             else:
                 self._settle(engine.name, txn, "ended")
                 return
 
     async def _last_resort(self, engines: Sequence[Engine], saga: _Saga) -> None:
         """U1: fence what can't be resumed; if that fails too, the run ends with exit code 3."""
-        for engine in engines:
-            engine.state.quarantine("its resume was never confirmed")
-            saga.failures[engine.name] = engine.state.reason
-            saga.verified = [e for e in saga.verified if e is not engine]
-            if self._settings.on_ambiguous_pause == "fence":
-                with anyio.move_on_after(self._settings.resume_budget_s):
-                    try:
-                        await engine.sidecar.fence()
-                        self._settle(engine.name, saga.txn, "fenced")
-                    except EngineError as error:
-                        self._parts.sink.event("fence_failed", level="error", engine=engine.name, cause=str(error))
+        with anyio.move_on_after(self._settings.resume_budget_s):
+            async with anyio.create_task_group() as tasks:
+                for engine in engines:
+                    saga.failures[engine.name] = "its resume was never confirmed"
+                    saga.verified = [e for e in saga.verified if e is not engine]
+                    self._parts.fleet.quarantine(engine, saga.failures[engine.name])
+                    if self._settings.on_ambiguous_pause == "fence":
+                        tasks.start_soon(self._fence, engine, saga)
         left = self._parts.debts.owed(saga.txn)
         if left and self._settings.on_ambiguous_pause != "degrade":
             raise CompensationFailed(sorted(left))
+
+    async def _fence(self, engine: Engine, saga: _Saga) -> None:
+        try:
+            await engine.sidecar.fence()
+        except EngineError as error:
+            self._parts.sink.event("fence_failed", level="error", engine=engine.name, cause=str(error))
+        else:
+            self._settle(engine.name, saga.txn, "fenced")
+            self._parts.fleet.quarantine(engine, "fenced: its resume was never confirmed", "recover")
 
     def _incur(self, engines: Sequence[Engine], txn: str) -> None:
         """Law 3: recorded, on disk, before the first byte leaves."""
@@ -246,6 +292,18 @@ class Publisher:
         txn = f"ha1:{self._session}:{self._sequence}"
         self._sequence += 1
         return txn
+
+
+@contextmanager
+def _marked(engines: Sequence[Engine]) -> Iterator[None]:
+    """A probe that meets this says nothing about the engine (C11); monitoring goes on whatever happens here."""
+    for engine in engines:
+        engine.state.swaps += 1
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.state.swaps += 1
 
 
 def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:

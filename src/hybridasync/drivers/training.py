@@ -109,17 +109,19 @@ class TrainingLoop:
     async def publish(self, step: int | None) -> PublicationResult | None:
         """Publish the trainer's weights now. None: no engine took them, and training goes on (R63, R66)."""
         with anyio.move_on_after(EVAL_WAIT_S):
-            await self._evaluated.wait()
+            while not self._evaluated.is_set() and self._parts.fleet.verified:
+                await self._parts.fleet.changed.wait()
         path = self._parts.snapshots.path(self.version)
         try:
             result = await self._parts.publisher.publish(self.version, path, step=step)
         except PublicationFailed as error:
-            if not self._parts.fleet.verified:
+            if not self._parts.fleet.verified and not (self._config.engine.use_fault_tolerance and self.publications):
                 raise
             self._parts.sink.event("publication_skipped", level="warning", version=self.version, cause=str(error))
             return None
+        finally:
+            self._parts.snapshots.drop_all_but(newest=2)
         self.publications += 1
-        self._parts.snapshots.drop_all_but(newest=2)
         return result
 
     async def evaluate(self) -> EvalResult | None:
@@ -178,7 +180,7 @@ class TrainingLoop:
         publication = None
         if self._schedule.publish_due(step):
             publication = await self.publish(step)
-        if self._parts.evaluation and self._schedule.eval_due(step):
+        if self._parts.evaluation and self._schedule.eval_due(step) and self._serving(step):
             self._evaluated = anyio.Event()
             await self._background.start(self._evaluate_in_background)
         self._parts.rollout.finish(step)
@@ -186,6 +188,12 @@ class TrainingLoop:
         if self._schedule.save_due(step):
             saved = await self._parts.checkpointing.save(self.step, self.state())
         return publication, saved
+
+    def _serving(self, step: int) -> bool:
+        """With every engine away an evaluation would hold up training, which still has queued batches (R109)."""
+        if not self._parts.fleet.verified:
+            self._parts.sink.event("evaluation_failed", level="warning", completed=step + 1, cause="no engine serves")
+        return bool(self._parts.fleet.verified)
 
     async def _evaluate_in_background(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
         evaluation, event = self._parts.evaluation, self._evaluated
@@ -197,3 +205,4 @@ class TrainingLoop:
                 self.evaluations.append(result)
         finally:
             event.set()
+            self._parts.fleet.changed.notify()

@@ -26,7 +26,8 @@ class SidecarClient:
 
     def __init__(self, name: str, base_url: str, token: str, *, timeout_s: float) -> None:
         self.name = name
-        self._http = Endpoint(name, base_url, timeout_s=timeout_s, headers=bearer(token))
+        self._headers = bearer(token)
+        self._http = Endpoint(name, base_url, timeout_s=timeout_s, headers=self._headers)
 
     async def __aenter__(self) -> Self:
         return self
@@ -35,6 +36,11 @@ class SidecarClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.aclose()
+
+    async def moved(self, base_url: str) -> None:
+        """The sidecar was started anew, at another address."""
+        await self._http.aclose()
+        self._http = Endpoint(self.name, base_url, timeout_s=self._http.timeout_s, headers=self._headers)
 
     async def status(self) -> SidecarStatus:
         answer = await self._http.call_json("status", "GET", "/v1/status", server_errors="rejected")
