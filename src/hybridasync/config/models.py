@@ -299,6 +299,20 @@ class EngineSection(Section):
         default=3, description="consecutive failed probes after which an engine counts as dead"
     )
     min_healthy_engines: Positive = Field(default=1, description="the run stops when fewer are left")
+    use_fault_tolerance: bool = Field(
+        default=False, description="restart engines that died, and train on meanwhile; off: the run stops"
+    )
+    recovery_timeout_s: Seconds = Field(
+        default=600.0,
+        description="use_fault_tolerance: how long fewer than min_healthy_engines may serve before the run stops",
+    )
+    generation_probe_s: Seconds = Field(
+        default=120.0,
+        description=(
+            "an engine that finishes nothing for so long is asked for one token, and must answer in the same time, "
+            "else the probe has failed; longer than requests wait in a full queue"
+        ),
+    )
 
 
 class CheckpointSection(Section):

@@ -17,6 +17,7 @@ from hybridasync.config.models import Config
 from hybridasync.drivers.fleet import Engine
 from hybridasync.errors import ConfigError, EngineError
 from hybridasync.observability.process import child_environment, signal_group
+from hybridasync.runtime.environment import without_torchrun
 from hybridasync.runtime.environment import workers_here
 from hybridasync.runtime.sglang_launch import launch_command, launch_environment
 from hybridasync.runtime.token import TOKEN_VARIABLE, token_of
@@ -56,17 +57,27 @@ async def running_engines(config: Config, run_dir: Path) -> AsyncIterator[list[E
 async def _bring_up(config: Config, run_dir: Path, index: int, *, token: str, stack: AsyncExitStack) -> Engine:
     name = f"engine-{index}"
     process: Process | None = None
-    if config.engine.sidecar_url:
-        url = config.engine.sidecar_url[index]
-    else:
+
+    async def start() -> str:
+        nonlocal process
+        if process is not None:
+            await _stop(process)
         process, url = await _start_sidecar(config, run_dir, index, token=token, stack=stack)
+        return url
+
+    async def revive() -> None:
+        await sidecar.moved(await start())
+
+    elsewhere = bool(config.engine.sidecar_url)
+    url = config.engine.sidecar_url[index] if elsewhere else await start()
     timeout = config.publication.rollout_http_timeout
     sidecar = await stack.enter_async_context(SidecarClient(name, url, token, timeout_s=timeout))
     status = await _ready(config, sidecar, process)
     server = SglangServer(
         name, status.engine_url, control_timeout_s=timeout, request_timeout_s=config.rollout.request_timeout_s
     )
-    return Engine(await stack.enter_async_context(server), sidecar, status.engine_pid if process else None)
+    pid = None if elsewhere else status.engine_pid
+    return Engine(await stack.enter_async_context(server), sidecar, pid, None if elsewhere else revive)
 
 
 async def _start_sidecar(
@@ -78,7 +89,7 @@ async def _start_sidecar(
     command = [sys.executable, "-m", "hybridasync.sidecar", "--name", f"engine-{index}", "--port", str(port)]
     command += ["--announce", str(announce), *_target(config, run_dir, index)]
     log = stack.enter_context((run_dir / "logs" / f"sidecar-{index}.log").open("ab"))
-    environment = child_environment() | {TOKEN_VARIABLE: token}
+    environment = child_environment(without_torchrun(os.environ)) | {TOKEN_VARIABLE: token}
     process = await anyio.open_process(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
     )
