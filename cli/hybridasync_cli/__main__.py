@@ -1,6 +1,6 @@
 """`python -m hybridasync_cli` is the console script."""
 
-from hybridasync_cli.main import main
+from hybridasync_cli.start import main
 
 if __name__ == "__main__":
     main()

@@ -68,8 +68,3 @@ def _pass_on(module: str, arguments: list[str]) -> None:
     with errors_as_lines():
         code = importlib.import_module(module).main(arguments)
     raise typer.Exit(code or 0)
-
-
-def main() -> None:
-    """Entry point of the console script."""
-    app()
