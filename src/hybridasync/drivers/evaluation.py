@@ -62,6 +62,7 @@ class Evaluation:
         greedy: list[_Scored] = []
         sampled: list[_Scored] = []
         gap: float | None = None
+        sent = False
         try:
             gap = await self._logprob_gap(completed)
             async with anyio.create_task_group() as tasks:
@@ -70,11 +71,14 @@ class Evaluation:
                     if self._config.eval.sampled:
                         tasks.start_soon(self._score, prompt, self._config.rollout.temperature, sampled)
                 await anyio.lowlevel.checkpoint()
+                sent = True
                 task_status.started()
         except* (EngineError, RewardError) as failures:
             self._parts.sink.event(
                 "evaluation_failed", level="warning", completed=completed, cause=str(failures.exceptions[0])
             )
+        if not sent:
+            task_status.started()
         if len(greedy) < len(self._parts.prompts):
             return None
         result = self._result(completed, greedy, sampled, gap=gap, wall_s=anyio.current_time() - started)

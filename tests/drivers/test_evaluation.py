@@ -1,0 +1,74 @@
+"""Evaluation in the background of training: never fatal, and never in the way of the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+from kit import FakeTrainer, RecordingSink, World, completion, make_fleet
+
+from hybridasync.config.models import Config, EvalSection, ModelSection, RolloutSection
+from hybridasync.drivers.evaluation import Evaluation, EvaluationParts
+from hybridasync.drivers.generation import Limits
+from hybridasync.errors import EngineError, RewardError
+from hybridasync.types import Completion, Prompt, SamplingParams
+
+PROMPTS = tuple(Prompt(uid, uid, 0, "eval", (1, 2, 3), "p", "l") for uid in range(3))
+
+
+class Tokens:
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class Bench:
+    """One fake engine. `fails_at` is the request, counted from 0, from which on it fails."""
+
+    def __init__(self, *, fails_at: int | None = None, reward_fails: bool = False) -> None:
+        self.fleet, (server,), _ = make_fleet(World(), 1)
+        self.fleet.engines[0].state.verified(0)
+        self.sink = RecordingSink()
+        config = Config(
+            model=ModelSection(hf_checkpoint="x"),
+            rollout=RolloutSection(rollout_batch_size=1, n_samples_per_prompt=1, max_response_tokens=8, max_retries=0),
+            eval=EvalSection(logprob_check_samples=2),
+        )
+
+        async def reply(_ids: Sequence[int], params: SamplingParams) -> tuple[Completion, ...]:
+            if fails_at is not None and len(server.requests) > fails_at:
+                raise EngineError("engine-0", "generate", "connection reset")
+            return (completion(2),)
+
+        async def reward(_prompt: Prompt, texts: Sequence[str], _completions: Sequence[Completion]) -> list[float]:
+            if reward_fails:
+                raise RewardError("no judge")
+            return [1.0] * len(texts)
+
+        server.reply = reply
+        parts = EvaluationParts(self.fleet, FakeTrainer(), reward, Tokens(), self.sink, Limits(8, 32), PROMPTS)
+        self.evaluation = Evaluation(config, parts)
+
+    async def in_background(self) -> None:
+        """As the training loop does: go on once the requests are on their way."""
+        async with anyio.create_task_group() as background:
+            with anyio.fail_after(5):
+                await background.start(partial(self.evaluation.run, 0))
+
+
+async def test_an_evaluation_is_filed_under_its_step() -> None:
+    """All prompts answered: one result, with the accuracy."""
+    bench = Bench()
+    await bench.in_background()
+    (result,) = bench.sink.evaluations
+    assert (result.step, result.accuracy, result.prompts) == (0, 1.0, 3)
+
+
+@pytest.mark.parametrize("failure", [{"fails_at": 0}, {"fails_at": 1}, {"fails_at": 3}, {"reward_fails": True}])
+async def test_r53_a_failed_evaluation_is_logged_and_training_goes_on(failure: dict[str, Any]) -> None:
+    """An engine that dies in the log-prob check or in the scoring, and a reward that raises: a warning, nothing else."""
+    bench = Bench(**failure)
+    await bench.in_background()
+    assert bench.sink.names() == ["evaluation_failed"] and bench.sink.evaluations == []
