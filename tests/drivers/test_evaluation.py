@@ -68,7 +68,7 @@ async def test_an_evaluation_is_filed_under_its_step() -> None:
 
 @pytest.mark.parametrize("failure", [{"fails_at": 0}, {"fails_at": 1}, {"fails_at": 3}, {"reward_fails": True}])
 async def test_r53_a_failed_evaluation_is_logged_and_training_goes_on(failure: dict[str, Any]) -> None:
-    """An engine that dies in the log-prob check or in the scoring, and a reward that raises: a warning, nothing else."""
+    """An engine that dies in the log-prob check or in the scoring, and a reward that raises: a warning, no more."""
     bench = Bench(**failure)
     await bench.in_background()
     assert bench.sink.names() == ["evaluation_failed"] and bench.sink.evaluations == []
