@@ -106,6 +106,14 @@ class Trainer(Protocol):
         """Write the weights as a Hugging Face directory, complete or not at all."""
         ...
 
+    async def keep_weights(self, version: int) -> None:
+        """Keep a copy of the weights, which were just published as `version` (`algorithm.keep_old_actor`)."""
+        ...
+
+    async def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """As `logprobs`, under the reference model."""
+        ...
+
     async def save_checkpoint(self, path: str) -> None:
         """Write model and optimizer to the empty folder `path`."""
         ...

@@ -79,6 +79,7 @@ class Sample:
     reward: float  # before shaping
     correct: bool
     masked: bool = False
+    kl: float = 0.0  # sum of engine minus reference log-probs of its tokens; 0 unless algorithm.kl_coef asks for it
 
     @property
     def truncated(self) -> bool:

@@ -98,7 +98,7 @@ def test_every_known_option_is_in_the_help() -> None:
         (("train", "quickstart", "--set", "rollout.max_stalenes=1"), "did you mean rollout.max_staleness?"),
         (("train", "quickstart", "--mode", "hybird"), "mode: wants one of sync, hybrid, fully_async"),
         (("train", "quickstart", "--update-weights-interval", "0"), "must be positive"),
-        (("train", "quickstart", "--update-weights-interval", "2", "--no-use-tis"), "Enable --use-tis"),
+        (("train", "quickstart", "--update-weights-interval", "2", "--no-use-rollout-logprobs"), "Enable --use-tis"),
         (("train", "quickstart", "--reward-function", "nowhere:f"), "reward.function: "),
         (("train", "quickstart", "--resume"), "--resume: no run of quickstart"),
         (("train", "--resume", "nowhere"), "--resume: nowhere holds no run"),

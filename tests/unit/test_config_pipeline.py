@@ -105,27 +105,92 @@ def test_c38_a_kl_loss_needs_its_reference() -> None:
     assert "no effect" in run("algorithm.kl_loss_coef=0.01").warnings[0]
 
 
+TIS, ROLLOUT, KEPT, OWN = (
+    f"algorithm.{name}=true" for name in ("use_tis", "use_rollout_logprobs", "keep_old_actor", "true_on_policy_mode")
+)
+TWO, STALE, SYNC, ASYNC = (
+    "publication.update_weights_interval=2",
+    "rollout.max_staleness=1",
+    "mode=sync",
+    "mode=fully_async",
+)
+ANY_WAY_OUT = "Enable --use-tis or --use-rollout-logprobs"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "accepted"),
+    ("overrides", "refused_with"),
     [
-        ((), True),
-        (("publication.update_weights_interval=2",), False),
-        (("rollout.max_staleness=1",), False),
-        (("mode=fully_async", "rollout.max_staleness=1"), False),
-        (("mode=sync", "publication.update_weights_interval=2"), True),
-        (("publication.update_weights_interval=2", "algorithm.use_tis=true"), True),
-        (("publication.update_weights_interval=2", "algorithm.use_rollout_logprobs=true"), True),
-        (("rollout.max_staleness=2", "algorithm.use_rollout_logprobs=true"), True),
+        # R24: no lag, no correction.
+        ((), None),
+        ((SYNC, TWO), None),
+        # R25, R26.
+        ((TWO,), ANY_WAY_OUT),
+        ((TWO,), "--keep-old-actor would do"),
+        ((STALE,), ANY_WAY_OUT),
+        ((ASYNC, STALE), ANY_WAY_OUT),
+        ((TWO, TIS), None),
+        ((TWO, ROLLOUT), None),
+        ((TWO, KEPT), None),
+        ((TWO, KEPT, TIS), None),
+        # R27: the policy as its own old policy leaves importance weights as the only correction.
+        ((TWO, OWN), "Enable --use-tis"),
+        ((TWO, OWN, KEPT), "Enable --use-tis"),
+        ((TWO, OWN, ROLLOUT), "Enable --use-tis"),
+        ((TWO, OWN, TIS), None),
+        # R28: one snapshot can't stand for several behaviour policies.
+        ((TWO, STALE, KEPT), ANY_WAY_OUT),
+        ((STALE, KEPT), "a single snapshot can't represent several behaviour policies"),
+        ((TWO, STALE, KEPT, TIS), None),
+        ((STALE, TIS), None),
+        ((STALE, ROLLOUT), None),
+        ((ASYNC, STALE, ROLLOUT), None),
     ],
 )
-def test_the_off_policy_guard(overrides: tuple[str, ...], accepted: bool) -> None:
+def test_r24_r28_the_off_policy_guard(overrides: tuple[str, ...], refused_with: str | None) -> None:
     """R24-R28, C37: samples of older weights are trained on only with a correction, and the message has the fix."""
-    if accepted:
+    if refused_with is None:
         run(*overrides)
     else:
         message = refusal(*overrides)
         assert "old log-probs require correction" in message
-        assert "Enable --use-tis or --use-rollout-logprobs" in message
+        assert refused_with in message
+
+
+def test_r31_the_policy_is_its_own_old_policy_by_itself_only_in_fully_async() -> None:
+    """R31: on where a step is one update and nothing else is asked for; hybrid and several updates never turn it on."""
+    assert run(ASYNC, STALE, TIS).config.algorithm.true_on_policy_mode is True
+    assert run(STALE, TIS).config.algorithm.true_on_policy_mode is False
+    assert run(ASYNC, STALE, TIS, "optimizer.global_batch_size=64").config.algorithm.true_on_policy_mode is True
+    assert run(ASYNC, STALE, TIS, "optimizer.global_batch_size=32").config.algorithm.true_on_policy_mode is False
+    assert run(ASYNC, STALE, ROLLOUT).config.algorithm.true_on_policy_mode is False
+    assert run(ASYNC, STALE, TIS, "algorithm.true_on_policy_mode=false").config.algorithm.true_on_policy_mode is False
+
+
+def test_old_log_probs_have_one_source() -> None:
+    """Two sources of old log-probs are refused; one that true_on_policy_mode overrides is warned of."""
+    assert "exclude each other" in refusal(KEPT, ROLLOUT)
+    assert "algorithm.keep_old_actor: has no effect: true_on_policy_mode is on" in run(OWN, KEPT).warnings
+    for setting in ("tis_level=sequence", "tis_mode=mask"):
+        assert "has no effect: use_tis is false" in run(f"algorithm.{setting}").warnings[0]
+        assert run(f"algorithm.{setting}", TIS).warnings == ()
+
+
+def test_r21_kl_is_a_term_of_the_loss_or_of_the_reward() -> None:
+    """R21, C38: not both; a KL penalty in the reward keeps the reference even if the loss coefficient is 0."""
+    both = ("algorithm.kl_coef=0.1", "algorithm.kl_loss_coef=0.1", "model.ref_load=r")
+    assert "exclude each other" in refusal(*both)
+    reward_only = ("algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0", "algorithm.kl_coef=0.01")
+    kept = run(*reward_only, "model.ref_load=r").config
+    assert needs_reference(kept) and kept.model.ref_load == "r" and not kept.algorithm.use_kl_loss
+    assert "KL penalty of the reward (kl_coef 0.01) needs a reference model" in refusal(*reward_only)
+    assert not needs_reference(run("algorithm.kl_coef=0.0", "model.ref_load=r").config)
+
+
+def test_r32_a_negative_staleness_is_refused() -> None:
+    """R32: max_staleness is 0 unless set, and never negative."""
+    assert run().config.rollout.max_staleness == 0
+    with pytest.raises(ConfigError, match="max_staleness"):
+        config("rollout.max_staleness=-1")
 
 
 def test_corrections_exclude_each_other_and_have_ordered_bounds() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -10,24 +12,32 @@ import torch
 from hybridasync.config.models import AlgorithmSection
 from hybridasync.worker.logprobs import token_logprobs
 from hybridasync.worker.losses import (
+    ImportanceWeights,
     LossSettings,
     PolicyTokens,
     clip_active,
     clipped_surrogate,
     effective_sample_size,
     importance_ratio,
+    importance_weights,
     kl_k3,
     policy_metrics,
+    policy_ratio,
     policy_token_losses,
     sft_token_losses,
-    tis_weights,
     token_weights,
 )
 
 PLAIN = LossSettings(clip_low=0.2, clip_high=0.28)
 
 
-def tokens_of(logprobs: list[float], *, advantages: list[float] | None = None, **other: list[float]) -> PolicyTokens:
+def tokens_of(
+    logprobs: list[float],
+    *,
+    advantages: list[float] | None = None,
+    samples: list[int] | None = None,
+    **other: list[float],
+) -> PolicyTokens:
     """Tokens whose other policies equal the current one unless said otherwise."""
     current = torch.tensor(logprobs)
     return PolicyTokens(
@@ -36,6 +46,7 @@ def tokens_of(logprobs: list[float], *, advantages: list[float] | None = None, *
         old=torch.tensor(other.get("old", logprobs)),
         rollout=torch.tensor(other.get("rollout", logprobs)),
         advantages=torch.tensor(advantages or [1.0] * len(logprobs)),
+        samples=torch.tensor(samples or [0] * len(logprobs)),
         reference=torch.tensor(other["reference"]) if "reference" in other else None,
     )
 
@@ -102,14 +113,90 @@ def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
 def test_tis_weights_are_truncated_and_carry_no_gradient() -> None:
     """Ratios 4, 1 and 0.1 with the range 0.5..2 become 2, 1 and 0.5."""
     old = torch.tensor([math.log(4), 0.0, math.log(0.1)], requires_grad=True)
-    weights = tis_weights(old, torch.zeros(3), low=0.5, high=2.0)
+    tokens = dataclasses.replace(tokens_of([0.0] * 3), old=old)
+    weights, outside = importance_weights(tokens, ImportanceWeights(0.5, 2.0))
     torch.testing.assert_close(weights, torch.tensor([2.0, 1.0, 0.5]))
+    assert outside.tolist() == [True, False, True]
     assert not weights.requires_grad
+
+
+# Sample 0 has tokens with ratios 2 and 8, sample 1 one with 0.25: old against the engine, or the policy against old.
+LOGS = [math.log(2), math.log(8), math.log(0.25)]
+SAMPLES = [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("level", "mask", "expected"),
+    [
+        ("token", False, [2.0, 4.0, 0.5]),
+        ("token", True, [2.0, 0.0, 0.0]),
+        ("sequence", False, [4.0, 4.0, 0.5]),  # products 16 and 0.25
+        ("sequence", True, [0.0, 0.0, 0.0]),
+        ("geometric", False, [4.0, 4.0, 0.5]),  # roots: 16 ** (1/2) = 4, and 0.25
+        ("geometric", True, [4.0, 4.0, 0.0]),
+    ],
+)
+def test_importance_weights_at_every_level_truncated_or_masked(
+    level: Literal["token", "sequence", "geometric"], mask: bool, expected: list[float]
+) -> None:
+    """Range 0.5..4.0001: by token, product or geometric mean; outside of it cut, or masked and so without loss."""
+    tokens = tokens_of([0.0] * 3, samples=SAMPLES, old=LOGS, rollout=[0.0] * 3)
+    weights, _ = importance_weights(tokens, ImportanceWeights(0.5, 4.0001, level, mask=mask))
+    torch.testing.assert_close(weights, torch.tensor(expected), atol=2e-4, rtol=0)
+    settings = LossSettings(0.2, 0.2, tis=ImportanceWeights(0.5, 4.0001, level, mask=mask))
+    still = tokens_of([0.0] * 3, samples=SAMPLES, old=[0.0] * 3, rollout=[-value for value in LOGS])
+    torch.testing.assert_close(policy_token_losses(still, settings), -torch.tensor(expected), atol=2e-4, rtol=0)
+
+
+def test_gspo_has_one_ratio_for_a_response_and_its_gradient_is_shared() -> None:
+    """Ratios 2 and 8: both tokens have 4; with weights 1/2 the gradient is -4 A / 2 at both (GSPO, equation 10)."""
+    logprobs = torch.tensor(LOGS, requires_grad=True)
+    tokens = dataclasses.replace(tokens_of([0.0] * 3, samples=SAMPLES), logprobs=logprobs)
+    ratio = policy_ratio(tokens, "sequence")
+    torch.testing.assert_close(ratio.detach(), torch.tensor([4.0, 4.0, 0.25]))
+    weights = token_weights(torch.tensor([2]), "sequence_mean", max_response_tokens=8)
+    (weights * -ratio[:2]).sum().backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-2.0, -2.0, 0.0]))
+    settings = LossSettings(0.5, 0.5, ratio_level="sequence")
+    torch.testing.assert_close(policy_token_losses(tokens, settings).detach(), torch.tensor([-1.5, -1.5, -0.25]))
+    assert policy_metrics(tokens, settings)["ratio_max"] == pytest.approx(4.0)
+
+
+def test_decoupled_ppo_clips_against_the_proximal_and_weighs_against_the_behaviour_policy() -> None:
+    """pi = 0.5, pi_prox = 0.25, pi_behave = 0.2, A = 1, clip 0.2: -(0.25 / 0.2) * min(2, 1.2) = -1.5."""
+    settings = LossSettings(0.2, 0.2, tis=ImportanceWeights(0.0, 10.0))
+    tokens = tokens_of([math.log(0.5)], old=[math.log(0.25)], rollout=[math.log(0.2)])
+    assert float(policy_token_losses(tokens, settings)) == pytest.approx(-1.5)
+
+
+def test_the_dual_clip_bounds_what_a_bad_token_may_cost() -> None:
+    """Ratio 10 with A = -1 costs 10, with c = 3 only 3 and no gradient; A = 1 is as without it."""
+    settings = LossSettings(0.2, 0.2, dual_clip=3.0)
+    ratio, advantages = torch.tensor([10.0, 10.0, 2.0]), torch.tensor([-1.0, 1.0, -1.0])
+    torch.testing.assert_close(clipped_surrogate(ratio, advantages, settings), torch.tensor([3.0, -1.2, 2.0]))
+    assert clip_active(ratio, advantages, settings).tolist() == [True, True, False]
+
+
+def test_settings_reach_the_loss() -> None:
+    """Each setting of clip and correction is what the loss works with."""
+    algorithm = AlgorithmSection(
+        use_tis=True,
+        tis_mode="mask",
+        tis_level="geometric",
+        tis_clip=1.5,
+        tis_clip_low=0.5,
+        eps_clip_c=3.0,
+        importance_sampling_level="sequence",
+    )
+    settings = LossSettings.from_config(algorithm)
+    assert settings.tis == ImportanceWeights(0.5, 1.5, "geometric", mask=True)
+    assert (settings.dual_clip, settings.ratio_level) == (3.0, "sequence")
+    assert LossSettings.from_config(AlgorithmSection(tis_mode="mask")).tis is None
 
 
 def test_tis_multiplies_the_surrogate_but_not_kl_or_entropy() -> None:
     """surrogate -1 * weight 2 + 0.1 * k3 - 0.01 * entropy 0.5."""
-    settings = LossSettings(0.2, 0.2, entropy_coef=0.01, kl_coef=0.1, tis_range=(0.0, 2.0))
+    settings = LossSettings(0.2, 0.2, entropy_coef=0.01, kl_coef=0.1, tis=ImportanceWeights(0.0, 2.0))
     tokens = tokens_of([-1.0], rollout=[-1.0 - math.log(4)], reference=[-1.0 + math.log(2)])
     assert float(policy_token_losses(tokens, settings)) == pytest.approx(-2.0 + 0.1 * (1 - math.log(2)) - 0.005)
 
@@ -120,7 +207,7 @@ def test_r22_kl_off_and_coefficient_zero_are_the_same_loss() -> None:
     zero = LossSettings.from_config(AlgorithmSection(use_kl_loss=True, kl_loss_coef=0.0))
     on = LossSettings.from_config(AlgorithmSection(use_kl_loss=True, kl_loss_coef=0.01))
     assert off == zero
-    assert (off.needs_reference, on.needs_reference) == (False, True)
+    assert (off.kl_coef, on.kl_coef) == (0.0, 0.01)
 
 
 def test_the_upper_clip_defaults_to_the_lower_one() -> None:
@@ -145,7 +232,7 @@ def test_metrics_describe_the_policy_against_old_and_engine() -> None:
     tokens = tokens_of(
         [math.log(1.5), 0.0], old=[0.0, 0.0], rollout=[math.log(0.25), 0.0], reference=[math.log(1.5), 0.0]
     )
-    metrics = policy_metrics(tokens, LossSettings(0.2, 0.2, tis_range=(0.0, 2.0)))
+    metrics = policy_metrics(tokens, LossSettings(0.2, 0.2, tis=ImportanceWeights(0.0, 2.0)))
     assert metrics["ratio_mean"] == pytest.approx(1.25)
     assert metrics["clip_fraction"] == 0.5
     assert metrics["logprob_gap_max"] == metrics["logprob_gap_p99"] == pytest.approx(math.log(4))

@@ -21,10 +21,18 @@ def soft_overlong_penalty(length: int, *, cap: int, buffer: int, factor: float =
 
 
 def shaped_reward(sample: Sample, config: Config) -> float:
-    """The reward that the advantage is computed from: the verifier's, plus the overlong penalty."""
-    return sample.reward + soft_overlong_penalty(
-        len(sample.completion.output_ids),
-        cap=config.rollout.max_response_tokens,
-        buffer=config.reward.overlong_buffer_tokens,
-        factor=config.reward.overlong_penalty_factor,
+    """The reward that the advantage is computed from: the verifier's, the overlong penalty and the KL penalty.
+
+    KL penalty: -kl_coef * (log pi_rollout(y) - log pi_ref(y)), the single-sample estimate of the response's KL (Ziegler
+    et al. 2019, equation 2, https://arxiv.org/abs/1909.08593).
+    """
+    return (
+        sample.reward
+        - config.algorithm.kl_coef * sample.kl
+        + soft_overlong_penalty(
+            len(sample.completion.output_ids),
+            cap=config.rollout.max_response_tokens,
+            buffer=config.reward.overlong_buffer_tokens,
+            factor=config.reward.overlong_penalty_factor,
+        )
     )

@@ -13,12 +13,24 @@ from hybridasync.config.normalise import needs_reference, samples_per_step
 
 
 def reference_given(config: Config) -> Iterator[Finding]:
-    """A KL loss needs the model that it is measured against; which one is the user's choice (R19)."""
+    """A KL term needs the model that it is measured against; which one is the user's choice (R19)."""
     if needs_reference(config) and config.model.ref_load is None:
+        name = "kl_coef" if config.algorithm.kl_coef else "kl_loss_coef"
+        term = "KL penalty of the reward" if config.algorithm.kl_coef else "KL loss"
         yield Refuse(
             "model.ref_load",
-            f"the KL loss (kl_loss_coef {config.algorithm.kl_loss_coef:g}) needs a reference model: give --ref-load "
-            f"DIR (usually the initial policy, {config.model.hf_checkpoint}), or set kl_loss_coef to 0",
+            f"the {term} ({name} {getattr(config.algorithm, name):g}) needs a reference model: give --ref-load "
+            f"DIR (usually the initial policy, {config.model.hf_checkpoint}), or set {name} to 0",
+        )
+
+
+def one_kl_term(config: Config) -> Iterator[Finding]:
+    """KL against the reference is a term of the loss or of the reward; in both it would count twice (R21)."""
+    algorithm = config.algorithm
+    if algorithm.kl_coef and algorithm.kl_loss_coef:
+        yield Refuse(
+            "algorithm.kl_coef",
+            f"{algorithm.kl_coef:g} and kl_loss_coef {algorithm.kl_loss_coef:g} exclude each other: set one to 0",
         )
 
 

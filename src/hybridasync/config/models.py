@@ -26,7 +26,7 @@ class Section(BaseModel):
         """`use_tis = 1` and `lr = true` are mistakes, though Python would convert them."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         kinds = (annotation, *get_args(annotation))
-        if (bool in kinds) != isinstance(value, bool) and (bool in kinds or float in kinds):
+        if value is not None and (bool in kinds) != isinstance(value, bool) and (bool in kinds or float in kinds):
             raise ValueError("a truth value and a number are different things")
         return value
 
@@ -166,17 +166,60 @@ class AlgorithmSection(Section):
     eps_clip_high: float | None = Field(
         default=None, gt=0, description="upper clip range (clip-higher: 0.28); default eps_clip"
     )
+    eps_clip_c: float | None = Field(
+        default=None,
+        gt=1,
+        description="dual clip: bound of the loss where the advantage is negative, as a multiple of it; default off",
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        default="token",
+        description=(
+            "token: a ratio for each token (PPO); sequence: the geometric mean over the response (GSPO, whose clip "
+            "range is far smaller: about 3e-4)"
+        ),
+    )
     entropy_coef: float = Field(default=0.0, ge=0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(default=False, description="KL loss against the reference model")
     kl_loss_coef: float = Field(default=0.0, ge=0, description="weight of the KL loss (k3 estimator)")
+    kl_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "weight of the KL penalty in the reward: log-prob of the response at the engine minus the reference's; "
+            "not together with kl_loss_coef"
+        ),
+    )
     use_tis: bool = Field(
         default=False,
         description="truncated importance sampling: correct for engine weights that are older than the trainer's",
     )
     tis_clip: float = Field(default=2.0, gt=0, description="upper bound of the importance weight")
     tis_clip_low: float = Field(default=0.0, ge=0, description="lower bound of the importance weight")
+    tis_level: Literal["token", "sequence", "geometric"] = Field(
+        default="token",
+        description=(
+            "importance weight of a token alone, of its whole response (product of the ratios), or their geometric mean"
+        ),
+    )
+    tis_mode: Literal["truncate", "mask"] = Field(
+        default="truncate",
+        description="weights outside of the bounds are cut to them, or masked: such tokens (responses) carry no loss",
+    )
     use_rollout_logprobs: bool = Field(
         default=False, description="take the engine's log-probs as the old log-probs of the ratio"
+    )
+    keep_old_actor: bool = Field(
+        default=False,
+        description=(
+            "take old log-probs from the weights last published, of which workers keep a copy; for max_staleness 0"
+        ),
+    )
+    true_on_policy_mode: bool | None = Field(
+        default=None,
+        description=(
+            "the policy in each update is its own old policy: ratio 1, no further forward pass; "
+            "default: in mode fully_async with one update a step, unless other old log-probs are asked for"
+        ),
     )
     filter_zero_variance: bool = Field(
         default=False, description="drop groups whose samples all earned the same (DAPO dynamic sampling)"

@@ -41,13 +41,20 @@ STACK_NAMES: Mapping[str, str] = {
     "reward-function": "reward.function",
     "eps-clip": "algorithm.eps_clip",
     "eps-clip-high": "algorithm.eps_clip_high",
+    "eps-clip-c": "algorithm.eps_clip_c",
+    "importance-sampling-level": "algorithm.importance_sampling_level",
     "entropy-coef": "algorithm.entropy_coef",
     "use-kl-loss": "algorithm.use_kl_loss",
     "kl-loss-coef": "algorithm.kl_loss_coef",
+    "kl-coef": "algorithm.kl_coef",
     "use-tis": "algorithm.use_tis",
     "tis-clip": "algorithm.tis_clip",
     "tis-clip-low": "algorithm.tis_clip_low",
+    "tis-level": "algorithm.tis_level",
+    "tis-mode": "algorithm.tis_mode",
     "use-rollout-logprobs": "algorithm.use_rollout_logprobs",
+    "keep-old-actor": "algorithm.keep_old_actor",
+    "true-on-policy-mode": "algorithm.true_on_policy_mode",
     "lr": "optimizer.lr",
     "min-lr": "optimizer.min_lr",
     "lr-decay-style": "optimizer.lr_schedule",
@@ -85,7 +92,6 @@ OTHER_WORDS: Mapping[str, str] = {
     "model_path": "model.hf_checkpoint",
     "tp": "parallel.tensor_model_parallel_size",
     "pp": "parallel.pipeline_model_parallel_size",
-    "kl_coef": "algorithm.kl_loss_coef",
 }
 
 

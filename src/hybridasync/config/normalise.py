@@ -25,13 +25,14 @@ def zero_kl(config: Config) -> Iterator[Finding]:
 def unused_reference(config: Config) -> Iterator[Finding]:
     """Nothing loads or runs a reference model that no term needs (R20)."""
     if config.model.ref_load is not None and not needs_reference(config):
-        yield Set("model.ref_load", None, "no term of the loss needs a reference model, so none is loaded")
+        yield Set("model.ref_load", None, "no term of loss or reward needs a reference model, so none is loaded")
 
 
 def needs_reference(config: Config) -> bool:
     """Whether any consumer needs the reference model: the one place that decides (R21)."""
     algorithm = config.algorithm
-    return algorithm.use_kl_loss and algorithm.kl_loss_coef != 0 and not config.run.debug_train_only
+    in_loss = algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
+    return (in_loss or algorithm.kl_coef != 0) and not config.run.debug_train_only
 
 
 def sync_is_on_policy(config: Config) -> Iterator[Finding]:

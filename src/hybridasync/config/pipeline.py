@@ -17,12 +17,15 @@ RULES: tuple[Rule, ...] = (
     normalise.zero_kl,
     normalise.unused_reference,
     checks.reference_given,
+    checks.one_kl_term,
     # The mode bounds how far engines run ahead, and with that what the off-policy guard has to judge.
     normalise.train_only,
     normalise.sync_is_on_policy,
     normalise.pause_mode_of_mode,
+    offpolicy.own_old_policy,
     offpolicy.correction_needed,
     offpolicy.one_correction,
+    offpolicy.unused_corrections,
     offpolicy.tis_range,
     offpolicy.in_flight_mode,
     # Layout and batch.

@@ -18,6 +18,7 @@ from hybridasync.config.models import Config
 from hybridasync.drivers.checkpointing import Checkpointing
 from hybridasync.drivers.evaluation import Evaluation
 from hybridasync.drivers.fleet import Fleet
+from hybridasync.drivers.klpenalty import with_kl
 from hybridasync.drivers.publish import Publisher
 from hybridasync.drivers.rollout import Rollout
 from hybridasync.drivers.stepmetrics import batch_metrics
@@ -121,6 +122,9 @@ class TrainingLoop:
             return None
         finally:
             self._parts.snapshots.drop_all_but(newest=2)
+        # Only now: after a publication that nobody took, the engines still sample from the weights kept before (R30).
+        if self._config.algorithm.keep_old_actor:
+            await self._parts.trainer.keep_weights(self.version)
         self.publications += 1
         return result
 
@@ -151,6 +155,8 @@ class TrainingLoop:
 
     async def _train(self, step: int, groups: tuple[Group, ...]) -> dict[str, float]:
         algorithm = self._config.algorithm
+        if algorithm.kl_coef:
+            groups = await with_kl(groups, self._parts.trainer, self._config)
         trained = groups
         if algorithm.filter_zero_variance and not algorithm.refill:
             trained = tuple(group for group in groups if has_signal(group, self._config))

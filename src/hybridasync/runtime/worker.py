@@ -29,6 +29,8 @@ OPERATIONS = (
     "train_step",
     "logprobs",
     "export_weights",
+    "keep_weights",
+    "reference_logprobs",
     "save_checkpoint",
     "load_checkpoint",
     "export_hf",

@@ -205,6 +205,13 @@ class RpcTrainer:
         snapshot: WeightSnapshot = await self.call("export_weights", version, path)
         return snapshot
 
+    async def keep_weights(self, version: int) -> None:
+        await self.call("keep_weights", version)
+
+    async def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        values: list[list[float]] = await self.call("reference_logprobs", samples)
+        return values
+
     async def save_checkpoint(self, path: str) -> None:
         await self.call("save_checkpoint", path)
 
@@ -267,7 +274,9 @@ class RpcTrainer:
         seq, self._seq = self._seq, self._seq + 1
         self._current = broadcast
         for rank in self._ranks:
-            self._remote(rank, rpc_endpoint.call, seq, name, payload, done=partial(self._on_answer, broadcast=broadcast))
+            self._remote(
+                rank, rpc_endpoint.call, seq, name, payload, done=partial(self._on_answer, broadcast=broadcast)
+            )
         return broadcast
 
     async def _settle(self, broadcast: _Broadcast) -> None:

@@ -17,10 +17,25 @@ from torch import Tensor
 from hybridasync.config.models import AlgorithmSection
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+RatioLevel = Literal["token", "sequence"]
+WeightLevel = Literal["token", "sequence", "geometric"]
 
 LOG_RATIO_LIMIT = 20.0
 # exp(20) = 5e8: far outside of every clip range, but finite. Without the limit a token that one policy calls
 # impossible makes inf * 0 = NaN in the backward pass of a branch that the clip had discarded.
+
+
+@dataclass(frozen=True, slots=True)
+class ImportanceWeights:
+    """How the loss is weighted for tokens that another policy sampled: pi_old / pi_rollout, at `level`, in a range.
+
+    Outside of [low, high] a weight is cut to the range, or with `mask` it is 0.
+    """
+
+    low: float
+    high: float
+    level: WeightLevel = "token"
+    mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +44,26 @@ class LossSettings:
 
     clip_low: float
     clip_high: float
+    dual_clip: float | None = None
+    ratio_level: RatioLevel = "token"
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
-    tis_range: tuple[float, float] | None = None
+    tis: ImportanceWeights | None = None
 
     @classmethod
     def from_config(cls, algorithm: AlgorithmSection) -> LossSettings:
+        weights = ImportanceWeights(
+            algorithm.tis_clip_low, algorithm.tis_clip, algorithm.tis_level, mask=algorithm.tis_mode == "mask"
+        )
         return cls(
             clip_low=algorithm.eps_clip,
             clip_high=algorithm.eps_clip if algorithm.eps_clip_high is None else algorithm.eps_clip_high,
+            dual_clip=algorithm.eps_clip_c,
+            ratio_level=algorithm.importance_sampling_level,
             entropy_coef=algorithm.entropy_coef,
             kl_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
-            tis_range=(algorithm.tis_clip_low, algorithm.tis_clip) if algorithm.use_tis else None,
+            tis=weights if algorithm.use_tis else None,
         )
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +71,8 @@ class PolicyTokens:
     """What the policy loss needs of N response tokens; each [N], fp32, natural logarithms at the sampling temperature.
 
     `logprobs` and `entropy` are of the policy in training and may carry a gradient; `old` is the policy at the start of
-    the step, `rollout` the engine that sampled the tokens, `reference` the frozen model of the KL term.
+    the step, `rollout` the engine that sampled the tokens, `reference` the frozen model of the KL term. `samples` (int)
+    says to which sample each token belongs: all the tokens of a sample are there, or none.
     """
 
     logprobs: Tensor
@@ -61,6 +80,7 @@ class PolicyTokens:
     old: Tensor
     rollout: Tensor
     advantages: Tensor
+    samples: Tensor
     reference: Tensor | None = None
 
 
@@ -86,23 +106,38 @@ def token_weights(lengths: Tensor, aggregation: Aggregation, *, max_response_tok
 
 def importance_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
     """pi / pi_old for each token, kept finite. [N]"""
-    return (logprobs - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return _exp(logprobs - old)
+
+
+def policy_ratio(tokens: PolicyTokens, level: RatioLevel) -> Tensor:
+    """pi / pi_old of each token, or for all tokens of a sample its geometric mean over them. [N]
+
+    Source of `sequence`: Zheng et al. 2025, GSPO, equation 7, https://arxiv.org/abs/2507.18071.
+    """
+    log_ratio = tokens.logprobs - tokens.old
+    return _exp(log_ratio if level == "token" else _sample_means(log_ratio, tokens.samples)[0])
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
     """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A) for each token. [N]
 
     Source: Schulman et al. 2017, PPO, equation 7, https://arxiv.org/abs/1707.06347; the asymmetric range is DAPO's
-    clip-higher (https://arxiv.org/abs/2503.14476, equation 10).
+    clip-higher (https://arxiv.org/abs/2503.14476, equation 10). `dual_clip` bounds the loss where A < 0 by -c * A: Ye
+    et al. 2020, equation 5, https://arxiv.org/abs/1912.09729.
     """
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    return -torch.min(ratio * advantages, clipped * advantages)
+    losses = -torch.min(ratio * advantages, clipped * advantages)
+    if settings.dual_clip is None:
+        return losses
+    return torch.where(advantages < 0, torch.min(losses, -settings.dual_clip * advantages), losses)
 
 
 def clip_active(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Tensor:
     """Where the clip holds the gradient back. Boolean [N]"""
     above = (ratio > 1.0 + settings.clip_high) & (advantages > 0)
     below = (ratio < 1.0 - settings.clip_low) & (advantages < 0)
+    if settings.dual_clip is not None:
+        below = below | ((ratio > settings.dual_clip) & (advantages < 0))
     return above | below
 
 
@@ -115,23 +150,35 @@ def kl_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1.0
 
 
-def tis_weights(old: Tensor, rollout: Tensor, *, low: float, high: float) -> Tensor:
-    """clip(pi_old / pi_rollout, low, high) for each token, without gradient. [N]
+@torch.no_grad()
+def importance_weights(tokens: PolicyTokens, settings: ImportanceWeights) -> tuple[Tensor, Tensor]:
+    """pi_old / pi_rollout, kept in the range, and where it lay outside; both [N], without gradient.
 
-    Corrects for tokens that another policy sampled than the one called old. Source: Espeholt et al. 2018, IMPALA,
-    https://arxiv.org/abs/1802.01561 (truncated importance weights), per token as in Yao et al. 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training".
+    With `old` of the policy at the start of the step this is decoupled PPO: the clip works against the proximal policy
+    `old`, the weight corrects for the behaviour policy `rollout` (Hilton et al. 2021, https://arxiv.org/abs/2110.00641,
+    equation 4; Fu et al. 2025, AReaL, https://arxiv.org/abs/2505.24298, equation 5). Truncated weights: Espeholt et al.
+    2018, IMPALA, https://arxiv.org/abs/1802.01561, per token as in Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training". Masked ones: Ling team 2025, IcePop,
+    https://arxiv.org/abs/2510.18855; of whole responses and by their geometric mean: Liu et al. 2025, "When speed kills
+    stability". What is masked still counts in the normaliser, as in these.
     """
-    return importance_ratio(old, rollout).detach().clamp(low, high)
+    log_ratio = tokens.old - tokens.rollout
+    if settings.level != "token":
+        means, counts = _sample_means(log_ratio, tokens.samples)
+        log_ratio = means if settings.level == "geometric" else means * counts
+    ratio = _exp(log_ratio)
+    outside = (ratio < settings.low) | (ratio > settings.high)
+    if settings.mask:
+        return ratio.masked_fill(outside, 0.0), outside
+    return ratio.clamp(settings.low, settings.high), outside
 
 
 def policy_token_losses(tokens: PolicyTokens, settings: LossSettings) -> Tensor:
-    """Loss of each token: surrogate (times its TIS weight) + kl_coef * KL - entropy_coef * entropy. [N]"""
-    losses = clipped_surrogate(importance_ratio(tokens.logprobs, tokens.old), tokens.advantages, settings)
-    if settings.tis_range is not None:
-        low, high = settings.tis_range
-        losses = losses * tis_weights(tokens.old, tokens.rollout, low=low, high=high)
-    if settings.needs_reference and tokens.reference is not None:
+    """Loss of each token: surrogate (times its importance weight) + kl_coef * KL - entropy_coef * entropy. [N]"""
+    losses = clipped_surrogate(policy_ratio(tokens, settings.ratio_level), tokens.advantages, settings)
+    if settings.tis is not None:
+        losses = losses * importance_weights(tokens, settings.tis)[0]
+    if settings.kl_coef and tokens.reference is not None:
         losses = losses + settings.kl_coef * kl_k3(tokens.logprobs, tokens.reference)
     if settings.entropy_coef:
         losses = losses - settings.entropy_coef * tokens.entropy
@@ -158,7 +205,7 @@ def policy_metrics(tokens: PolicyTokens, settings: LossSettings) -> dict[str, fl
     Ratio and clip fraction compare the policy with `old`; gaps, `approx_kl` (k3 of KL(old || rollout)) and
     `effective_sample_size` compare `old`, the policy before the step, with the engine's `rollout`, unclipped.
     """
-    ratio = importance_ratio(tokens.logprobs, tokens.old)
+    ratio = policy_ratio(tokens, settings.ratio_level)
     gap = (tokens.old - tokens.rollout).abs()
     behaviour = importance_ratio(tokens.old, tokens.rollout)
     values = {
@@ -172,10 +219,21 @@ def policy_metrics(tokens: PolicyTokens, settings: LossSettings) -> dict[str, fl
         "effective_sample_size": effective_sample_size(behaviour),
         "entropy": tokens.entropy.mean(),
     }
-    if settings.tis_range is not None:
-        low, high = settings.tis_range
-        values["tis_mean"] = behaviour.clamp(low, high).mean()
-        values["tis_clip_fraction"] = ((behaviour < low) | (behaviour > high)).float().mean()
+    if settings.tis is not None:
+        weights, outside = importance_weights(tokens, settings.tis)
+        values["tis_mean"] = weights.mean()
+        values["tis_clip_fraction"] = outside.float().mean()
     if tokens.reference is not None:
         values["kl"] = kl_k3(tokens.logprobs, tokens.reference).mean()
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _sample_means(values: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over the tokens of a sample and their number, at each of its tokens. Both [N]."""
+    _, places, counts = torch.unique(samples, return_inverse=True, return_counts=True)
+    sums = torch.zeros(counts.numel(), dtype=values.dtype, device=values.device).index_add(0, places, values)
+    return (sums / counts)[places], counts[places]

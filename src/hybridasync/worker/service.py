@@ -17,12 +17,13 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from hybridasync.config.models import Config
+from hybridasync.config.normalise import needs_reference
 from hybridasync.data.model_dir import parameter_count
 from hybridasync.errors import ConfigError, LocalProtocolError
 from hybridasync.types import StepResult, TrainBatch, TrainerInfo, TrainSample, WeightSnapshot
+from hybridasync.weights.layout import engine_layout
 from hybridasync.worker import checkpoints, export, parallel
 from hybridasync.worker.hf_mapping import load_hf
-from hybridasync.worker.losses import LossSettings
 from hybridasync.worker.model import DTYPES, ModelBundle, build
 from hybridasync.worker.optimizer import OptimizerSettings, Phase, make_optimizer, wrap_for_training
 from hybridasync.worker.train_step import StepRunner, TrainingPhase
@@ -106,8 +107,17 @@ class Worker:
 
     def export_weights(self, version: int, path: str) -> WeightSnapshot:
         """Write the weights for the engines, in the type that they hold. Raises CheckpointError."""
-        held = self._config.engine.dtype
-        return export.export_snapshot(self._ready().bundle.gpt, version, path, dtype=DTYPES[held] if held else None)
+        held, gpt = self._config.engine.dtype, self._ready().bundle.gpt
+        engines = engine_layout(self._config.engine, kv_heads=gpt.hf.num_kv_heads, gpu_here=torch.cuda.is_available())
+        return export.export_snapshot(gpt, version, path, dtype=DTYPES[held] if held else None, engines=engines)
+
+    def keep_weights(self, version: int) -> None:
+        """Keep a copy of the weights, which were just published as `version`: what `keep_old_actor` needs."""
+        self._ready().runner.kept.keep(version)
+
+    def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """As `logprobs`, under the reference model: what the KL penalty of the reward needs."""
+        return self._ready().runner.logprobs(samples, reference=True)
 
     def save_checkpoint(self, path: str) -> None:
         """Write model and optimizer to the empty folder `path`. Raises CheckpointError."""
@@ -150,8 +160,8 @@ class Worker:
         return self._built
 
     def _reference(self, policy: ModelBundle) -> ModelBundle | None:
-        """The frozen model of the KL loss, None when the coefficient is zero: then it is neither loaded nor run."""
-        if not LossSettings.from_config(self._config.algorithm).needs_reference:
+        """The frozen model of the KL terms, None when no coefficient needs it: then it is neither loaded nor run."""
+        if not needs_reference(self._config):
             return None
         path = self._config.model.ref_load or self._config.model.hf_checkpoint
         reference = build(self._config, path, setting="model.ref_load")

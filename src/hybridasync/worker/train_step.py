@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridasync.config.models import Config
-from hybridasync.errors import DataError, DivergedError
+from hybridasync.errors import DataError, DivergedError, LocalProtocolError
 from hybridasync.types import StepResult, TrainBatch, TrainSample
+from hybridasync.worker.kept import KeptWeights
 from hybridasync.worker.losses import (
     LossSettings,
     PolicyTokens,
@@ -62,6 +63,8 @@ class Update:
     weights: Tensor
     advantages: Tensor
     rollout: Tensor  # empty for supervised samples
+    samples: Tensor  # which sample of the update each token belongs to
+    versions: list[int]  # weight versions that sampled, one for each sample
     old: Tensor | None = None  # None: the policy itself, before this update
     reference: Tensor | None = None
 
@@ -100,6 +103,9 @@ class StepRunner:
         self._reference = reference
         self._loss = LossSettings.from_config(config.algorithm)
         self._passes = Passes(bundle, place)
+        # R30: with an interval of 1 the weights before the last published ones are kept, too.
+        depth = 2 if config.publication.update_weights_interval == 1 else 1
+        self.kept = KeptWeights(bundle.gpt, depth=depth)
 
     def train_step(self, batch: TrainBatch, phase: TrainingPhase) -> StepResult:
         """One step. Raises DataError for samples that don't fit together.
@@ -113,7 +119,7 @@ class StepRunner:
         metrics = {"lr": lr, "optimizer_updates": float(len(updates)), "loss": 0.0, "grad_norm": 0.0}
         metrics["active_tokens"] = float(sum(update.tokens for update in updates))
         if batch.loss == "policy":
-            self._add_old_logprobs(updates)
+            self._add_old_logprobs(batch.step, updates)
             metrics["has_reference_forward"] = float(self._add_reference(updates))
         outcomes = []
         for update in updates:
@@ -127,15 +133,21 @@ class StepRunner:
         metrics["train_s"] = self._slowest(time.perf_counter() - started)
         return StepResult(batch.step, updated=bool(updates), metrics=metrics)
 
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        """For each sample the log-probs of its response tokens, at the sampling temperature; masked samples too."""
+    def logprobs(self, samples: Sequence[TrainSample], *, reference: bool = False) -> list[list[float]]:
+        """For each sample the log-probs of its response tokens, at the sampling temperature; masked samples too.
+
+        Under the policy, or with `reference` under the reference model.
+        """
+        bundle = self._reference if reference else self._bundle
+        if bundle is None:
+            raise LocalProtocolError("no reference model is loaded: no coefficient needs one")
         lengths = [len(sample.input_ids) - sample.response_start for sample in samples]
         table = SampleTable.of([sample for sample, length in zip(samples, lengths, strict=True) if length > 0])
         total = sum(lengths)
         values: list[float] = []
         if total:
             found = self._passes.forward(
-                self._bundle.module, self._pack(table), tokens=total, temperature=self._config.rollout.temperature
+                bundle.module, self._pack(table), tokens=total, temperature=self._config.rollout.temperature
             )
             values = found[0].tolist()
         ends = np.cumsum(lengths).tolist()
@@ -173,6 +185,8 @@ class StepRunner:
             weights=weights.to(self._bundle.device),
             advantages=torch.from_numpy(np.repeat(advantages, table.response_lengths)).to(self._bundle.device),
             rollout=torch.empty(0) if supervised else _rollout_logprobs(table, samples).to(self._bundle.device),
+            samples=torch.arange(len(samples)).repeat_interleave(lengths).to(self._bundle.device),
+            versions=[sample.oldest_version for sample in samples],
         )
 
     def _pack(self, table: SampleTable) -> list[MicroBatch]:
@@ -185,18 +199,40 @@ class StepRunner:
             share_prompts=self._passes.shares_prompts,
         )
 
-    def _add_old_logprobs(self, updates: list[Update]) -> None:
+    def _add_old_logprobs(self, step: int, updates: list[Update]) -> None:
         """Old log-probs where they aren't the policy's own in the very update: the engine's, or of a forward pass."""
-        if self._config.algorithm.use_rollout_logprobs:
-            for update in updates:
+        algorithm = self._config.algorithm
+        if algorithm.true_on_policy_mode:
+            return
+        for update in updates:
+            if algorithm.use_rollout_logprobs:
                 update.old = update.rollout
-        elif len(updates) > 1:
-            for update in updates:
+            elif algorithm.keep_old_actor:
+                update.old = self._kept_logprobs(step, update)
+            elif len(updates) > 1:
                 update.old = self._forward(self._bundle, update)
+
+    def _kept_logprobs(self, step: int, update: Update) -> Tensor:
+        """Log-probs under the published weights that sampled (R30); a sample of other weights is an error (U7).
+
+        With importance weights the snapshot is the proximal policy alone, and may be another than the one that sampled.
+        """
+        versions = torch.tensor(update.versions, device=update.samples.device)[update.samples]
+        corrected = self._config.algorithm.use_tis
+        chosen = {
+            version: self.kept.version_for(version, step=step, exact=not corrected) for version in update.versions
+        }
+        old = torch.zeros_like(update.rollout)
+        for kept in sorted(set(chosen.values())):
+            with self.kept.loaded(kept):
+                found = self._forward(self._bundle, update)
+            of_these = torch.isin(versions, torch.tensor([v for v, k in chosen.items() if k == kept]).to(versions))
+            old = torch.where(of_these, found, old)
+        return old
 
     def _add_reference(self, updates: list[Update]) -> bool:
         """Whether a reference forward pass was made: only where the KL coefficient isn't zero (R20)."""
-        if self._reference is None or not updates:
+        if self._reference is None or not updates or not self._loss.kl_coef:
             return False
         for update in updates:
             update.reference = self._forward(self._reference, update)
@@ -242,6 +278,7 @@ def _policy_tokens(update: Update, logprobs: Tensor, entropy: Tensor, *, slots: 
         old=logprobs.detach() if update.old is None else update.old[slots],
         rollout=update.rollout[slots],
         advantages=update.advantages[slots],
+        samples=update.samples[slots],
         reference=None if update.reference is None else update.reference[slots],
     )
 
@@ -250,12 +287,18 @@ def _concatenate(parts: list[PolicyTokens]) -> PolicyTokens:
     if len(parts) == 1:
         return parts[0]
     references = [part.reference for part in parts if part.reference is not None]
+    first = 0
+    samples = []
+    for part in parts:
+        samples.append(part.samples + first)
+        first = int(samples[-1].max()) + 1
     return PolicyTokens(
         logprobs=torch.cat([part.logprobs for part in parts]),
         entropy=torch.cat([part.entropy for part in parts]),
         old=torch.cat([part.old for part in parts]),
         rollout=torch.cat([part.rollout for part in parts]),
         advantages=torch.cat([part.advantages for part in parts]),
+        samples=torch.cat(samples),
         reference=torch.cat(references) if references else None,
     )
 
