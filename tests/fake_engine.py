@@ -60,24 +60,34 @@ class FakeEngine:
             if what >= 100:
                 return JSONResponse({"error": {"message": "scripted"}}, int(what))
             await asyncio.sleep(what)
-        answer, status = self._carry_out(path)
+        answer, status = self._carry_out(path, body)
         self.done.append(path)
+        if answer is None and path not in self.bodies:
+            return Response(status_code=status)
         return JSONResponse(self.bodies.get(path, answer), status)
 
-    def _carry_out(self, path: str) -> tuple[object, int]:
+    def _carry_out(self, path: str, body: object) -> tuple[object, int]:
+        values = body if isinstance(body, dict) else {}
         if path == "/pause_generation":
+            if values.get("mode", "abort") not in ("abort", "retract", "in_place"):
+                return {"error": {"message": "no such mode"}}, 400
             self.paused = True
         elif path == "/continue_generation":
             self.paused = False
         elif path == "/ready":
             return None, 503 if self.paused else 200
+        elif path in ("/health", "/abort_request"):
+            return None, 200
         elif path == "/v1/loads":
             return {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": self.waiting}]}, 200
         elif path == "/server_info":
             return {"version": "0.5.23"}, 200
         elif path == "/model_info":
             return {"weight_version": self.version}, 200
+        elif path == "/weights_checker":
+            return {"ranks": [{"checksums": {}}]}, 200
         elif path == "/update_weights_from_disk":
+            self.version = values.get("weight_version") or self.version
             return {"success": True, "message": "ok"}, 200
         return {"status": "ok"}, 200
 

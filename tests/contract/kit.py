@@ -101,7 +101,7 @@ class Target:
 
     kind: str
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None  # None: in this process
     directories: dict[str, Path]
     models: dict[str, PreTrainedModel]
 

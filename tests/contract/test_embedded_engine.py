@@ -28,16 +28,12 @@ from tests.contract.kit import (
     post,
     until,
 )
-from tests.engine_models import saved_model
+from tests.engine_models import VOCAB, saved_model
 
 from hybridasync.engine.app import _ROUTES
 from hybridasync.engine.unpickle import BucketEntry, PayloadError, named_tensors
 
-
-@pytest.fixture(autouse=True)
-def _embedded(target: Target) -> None:
-    if target.kind != "embedded":
-        pytest.skip("a promise of the embedded engine alone")
+TARGETS = ("embedded",)
 
 
 async def test_abort_of_several_samples_by_their_one_id(client: httpx.AsyncClient) -> None:
@@ -68,6 +64,23 @@ async def test_abort_after_in_place_does_not_deadlock(target: Target, client: ht
     assert flights[0].answer["meta_info"]["finish_reason"]["type"] == "abort"
     await post(client, "/continue_generation")
     assert_spans_exact(target, await generate(client, {"max_new_tokens": 5}))
+
+
+async def test_a_token_id_that_is_none_is_refused(client: httpx.AsyncClient) -> None:
+    """SGLang's scheduler dies of a negative id, and answers one between the vocabulary and its padding."""
+    for ids in ([VOCAB], [-1]):
+        await post(client, "/generate", 400, input_ids=ids)
+
+
+async def test_an_aborted_request_keeps_every_token(target: Target, client: httpx.AsyncClient) -> None:
+    """Also while retracted, where SGLang returns what its scheduler had passed on, a multiple of 50 tokens."""
+    async with in_flight(client) as flights:
+        await post(client, "/pause_generation", mode="retract")
+        await post(client, "/abort_request", rid="flight-0")
+        await until(lambda: answered(flights[0]))
+        assert len(flights[0].answer["output_ids"]) > 10
+    await post(client, "/continue_generation")
+    assert_spans_exact(target, flights[0].answer)
 
 
 async def test_weights_of_another_model_are_refused(target: Target, client: httpx.AsyncClient, tmp_path: Path) -> None:

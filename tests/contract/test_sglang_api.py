@@ -277,14 +277,15 @@ async def test_abort_by_id(target: Target, client: httpx.AsyncClient) -> None:
     assert_spans_exact(target, flights[1].answer)
 
 
-async def test_abort_while_paused(client: httpx.AsyncClient) -> None:
-    """A retracted request returns at once with what it had; one frozen in place returns after continue."""
-    async with in_flight(client) as flights:
+async def test_abort_while_paused(target: Target, client: httpx.AsyncClient) -> None:
+    """A retracted request returns at once with the beginning of what it had; one frozen in place after continue."""
+    async with in_flight(client, tokens=60) as flights:
         await post(client, "/pause_generation", mode="retract")
         await post(client, "/abort_request", rid="flight-0")
         await until(lambda: answered(flights[0]))
         assert flights[0].answer["meta_info"]["finish_reason"]["type"] == "abort"
-        assert len(flights[0].answer["output_ids"]) > 10
+        assert len(flights[0].answer["output_ids"]) >= 50
+        assert_spans_exact(target, flights[0].answer)
     await post(client, "/continue_generation")
     async with in_flight(client) as flights:
         await post(client, "/pause_generation", mode="in_place")
@@ -351,7 +352,7 @@ async def test_update_without_pause_waits_for_requests_in_flight(target: Target,
     async with in_flight(client, tokens=1) as flights:
         path = str(target.directories["1"])
         await post(client, "/update_weights_from_disk", model_path=path, weight_version="1")
-        assert flights[0].answer is not None
+        await until(lambda: answered(flights[0]), seconds=2)  # its answer comes over another connection
     assert flights[0].answer["meta_info"]["weight_version"] == "default"
     after = await generate(client, {"max_new_tokens": 5})
     assert after["meta_info"]["weight_version"] == "1"
@@ -397,8 +398,6 @@ async def test_version_alone(client: httpx.AsyncClient) -> None:
         {"input_ids": [1, "a"]},
         {"input_ids": [[1], 2]},
         {"input_ids": [1.5]},
-        {"input_ids": [VOCAB]},
-        {"input_ids": [-1]},
         {"input_ids": [5] * CONTEXT},
         {"input_ids": [5] * (CONTEXT - 10), "sampling_params": {"max_new_tokens": 20}},
         {"input_ids": [5], "sampling_params": {"temperature": -1}},

@@ -17,8 +17,7 @@ from hybridasync.config.models import Config
 from hybridasync.drivers.fleet import Engine
 from hybridasync.errors import ConfigError, EngineError
 from hybridasync.observability.process import child_environment, signal_group
-from hybridasync.runtime.environment import without_torchrun
-from hybridasync.runtime.environment import workers_here
+from hybridasync.runtime.environment import without_torchrun, workers_here
 from hybridasync.runtime.sglang_launch import launch_command, launch_environment
 from hybridasync.runtime.token import TOKEN_VARIABLE, token_of
 from hybridasync.transport.sglang import SglangServer
@@ -76,8 +75,21 @@ async def _bring_up(config: Config, run_dir: Path, index: int, *, token: str, st
     server = SglangServer(
         name, status.engine_url, control_timeout_s=timeout, request_timeout_s=config.rollout.request_timeout_s
     )
+    await stack.enter_async_context(server)
+    await _check_version(config, server)
     pid = None if elsewhere else status.engine_pid
-    return Engine(await stack.enter_async_context(server), sidecar, pid, None if elsewhere else revive)
+    return Engine(server, sidecar, pid, None if elsewhere else revive)
+
+
+async def _check_version(config: Config, server: SglangServer) -> None:
+    """Raises ConfigError for a server that this version can't work with as the recipe says."""
+    version = await server.version()
+    if not version.spans and config.publication.pause_mode == "retract":
+        raise ConfigError(
+            f"retract needs a server that says which weights made which token; SGLang {version.text} doesn't. "
+            "Use drain or abort, or SGLang 0.5.23",
+            setting="publication.pause_mode",
+        )
 
 
 async def _start_sidecar(

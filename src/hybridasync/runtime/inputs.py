@@ -20,6 +20,7 @@ from hybridasync.errors import ConfigError
 from hybridasync.rewards.functions import resolve_function
 from hybridasync.rewards.registry import Reward, load_reward
 from hybridasync.runtime.environment import workers_here
+from hybridasync.runtime.sglang_launch import reserved_tokens
 from hybridasync.transport.weights import SnapshotFolder
 from hybridasync.types import Prompt
 
@@ -74,7 +75,7 @@ def read_inputs(written: Config, run_dir: Path) -> Inputs:
     if config.algorithm.use_kl_loss and config.model.ref_load is not None:
         check_model_dir(config.model.ref_load, *sizes, setting="model.ref_load")
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    context = min(model.context_length, config.engine.context_length or model.context_length)
+    context = min(model.context_length, config.engine.context_length or model.context_length) - reserved_tokens(config)
     notes: list[str] = []
     dataset, eval_prompts = None, list[Prompt]()
     if not config.run.debug_train_only:

@@ -29,7 +29,15 @@ CPU_ARGUMENTS = (
     "65536",
 )
 
+RESERVED_TOKENS = 6
+"""SGLang refuses a prompt that leaves less of the context than this, as a continued sample's may."""
+
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def reserved_tokens(config: Config) -> int:
+    """How much of the context length the engines of a recipe keep for themselves."""
+    return 0 if config.engine.kind == "embedded" else RESERVED_TOKENS
 
 
 def launch_command(config: Config, *, device: str, address: tuple[str, ...]) -> list[str]:

@@ -107,7 +107,7 @@ class SglangServer:
             body |= {"rid": rids, "input_ids": [list(input_ids)] * params.n}
         self._samples[rid] = params.n
         answer = await self._data.call_json("generate", "POST", "/generate", json=body, server_errors="rejected")
-        del self._samples[rid]
+        self._samples.pop(rid, None)  # unless it was aborted meanwhile
         rows = answer if isinstance(answer, list) else [answer]
         if len(rows) != params.n:
             raise RemoteProtocolError(self.name, "generate", f"{len(rows)} completions instead of {params.n}")

@@ -1,0 +1,134 @@
+"""The client of the controller against real servers: what it relies on in an answer, and what it can stop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import anyio
+import pytest
+from tests.contract.kit import CONTEXT, PROMPT, Target, until
+from tests.engine_models import EOS, reference_logprobs
+
+from hybridasync.errors import Rejected
+from hybridasync.runtime.sglang_launch import RESERVED_TOKENS
+from hybridasync.transport.sglang import SglangServer
+from hybridasync.types import SamplingParams, VersionSpan, WeightSnapshot
+from hybridasync.weights.checksums import checksums
+from hybridasync.weights.snapshot import read_tensors
+
+LONG = SamplingParams(max_new_tokens=1500, temperature=1.0, n=4)
+
+
+@pytest.fixture
+async def server(target: Target) -> AsyncIterator[SglangServer]:
+    async with SglangServer("engine-0", target.url, control_timeout_s=60, request_timeout_s=120) as server:
+        yield server
+        await server.update_weights(snapshot(target, "default", version=0))
+
+
+def snapshot(target: Target, name: str, *, version: int) -> WeightSnapshot:
+    path = target.directories[name]
+    sums = checksums(read_tensors(path), tie_word_embeddings=False)
+    return WeightSnapshot(version=version, path=str(path), checksums=sums, bytes=1, prepare_s=0.0)
+
+
+async def test_c43_a_group_has_the_log_probs_of_its_temperature(target: Target, server: SglangServer) -> None:
+    """C43: at temperature 0.7, each of four samples; equal to Hugging Face's to 3e-5."""
+    group = await server.generate("group", PROMPT, SamplingParams(max_new_tokens=20, temperature=0.7, n=4))
+    assert len({sample.output_ids for sample in group}) > 1
+    for sample in group:
+        reference = reference_logprobs(target.models["default"], PROMPT, list(sample.output_ids), 0.7)
+        assert sample.logprobs == pytest.approx(reference, abs=3e-5)
+        assert sample.finish_reason == ("stop" if sample.output_ids[-1] == EOS else "length")
+
+
+async def test_c46_a_stop_at_the_limit_is_a_stop(server: SglangServer) -> None:
+    """C46: the last allowed token is a stop id: not truncated."""
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+    (free,) = await server.generate("free", PROMPT, greedy)
+    end = free.output_ids.index(free.output_ids[-1]) + 1
+    stopping = SamplingParams(max_new_tokens=end, temperature=0.0, stop_token_ids=(free.output_ids[-1],))
+    (stopped,) = await server.generate("stopping", PROMPT, stopping)
+    assert stopped.output_ids == free.output_ids[:end]
+    assert stopped.finish_reason == "stop"
+
+
+async def test_abort_stops_every_sample_of_a_group(server: SglangServer) -> None:
+    """One abort, and the request returns with what its samples had, long before the limit."""
+
+    async def stop() -> None:
+        async def running() -> bool:
+            return await server.in_flight() == LONG.n
+
+        await until(running)
+        await server.abort("long")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stop)
+        group = await server.generate("long", PROMPT, LONG)
+    assert "abort" in {sample.finish_reason for sample in group}
+    assert all(len(sample.output_ids) < LONG.max_new_tokens for sample in group)
+
+    async def idle() -> bool:
+        return await server.in_flight() == 0
+
+    await until(idle)
+
+
+async def test_a_cancelled_request_can_be_stopped_at_once(server: SglangServer) -> None:
+    """After the cancellation and the abort, nothing runs, sooner than SGLang would notice the closed connection."""
+
+    async def idle() -> bool:
+        return await server.in_flight() == 0
+
+    async def running() -> bool:
+        return await server.in_flight() > 0
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.generate, "cancelled", PROMPT, LONG)
+        await until(running)
+        tasks.cancel_scope.cancel()
+    await server.abort("cancelled")
+    await until(idle, seconds=3)
+
+
+async def test_c07_a_publication_is_verified_by_version_and_checksum(target: Target, server: SglangServer) -> None:
+    """C07: every parameter that the engine holds, by name, is the snapshot's; log-probs and spans are the new one's."""
+    published = snapshot(target, "1", version=7)
+    assert await server.checksums() == snapshot(target, "default", version=0).checksums
+    await server.update_weights(published)
+    assert await server.weight_version() == "7"
+    assert await server.checksums() == published.checksums
+    (sample,) = await server.generate("after", PROMPT, SamplingParams(max_new_tokens=10, temperature=1.0))
+    reference = reference_logprobs(target.models["1"], PROMPT, list(sample.output_ids))
+    assert sample.logprobs == pytest.approx(reference, abs=3e-5)
+    assert sample.spans == (VersionSpan(7, 0, len(sample.output_ids)),)
+
+
+async def test_c05_no_prefix_of_old_weights_survives(target: Target, server: SglangServer) -> None:
+    """C05: the same long prompt, before and after an update: its log-probs are the new weights' alone."""
+    prompt = PROMPT * 40
+    params = SamplingParams(max_new_tokens=10, temperature=1.0)
+    for name, version in (("default", 0), ("1", 3), ("default", 4)):
+        await server.update_weights(snapshot(target, name, version=version))
+        for _ in range(2):
+            (sample,) = await server.generate(f"p{version}", prompt, params)
+            reference = reference_logprobs(target.models[name], prompt, list(sample.output_ids))
+            assert sample.logprobs == pytest.approx(reference, abs=1e-4)
+
+
+async def test_c13_beyond_the_context_is_a_refusal(server: SglangServer) -> None:
+    """C13: 400, for a group as for one sample; what leaves the tokens that SGLang reserves is served."""
+    for n in (1, 2):
+        for length, tokens in ((CONTEXT, 1), (CONTEXT - 4, 5)):
+            with pytest.raises(Rejected) as raised:
+                await server.generate(f"r{n}", [5] * length, SamplingParams(max_new_tokens=tokens, n=n))
+            assert raised.value.status == 400
+    longest = SamplingParams(max_new_tokens=4, temperature=1.0)
+    (whole,) = await server.generate("whole", [5] * (CONTEXT - RESERVED_TOKENS), longest)
+    assert len(whole.output_ids) == 4 or whole.finish_reason == "stop"
+
+
+async def test_the_version_is_the_tested_one(server: SglangServer) -> None:
+    """0.5.23, with spans."""
+    assert (await server.version()).spans
