@@ -46,6 +46,7 @@ from hybridasync.drivers.rollout import Rollout, RolloutParts
 from hybridasync.drivers.training import LoopParts, Step, TrainingLoop
 from hybridasync.drivers.warmstart import warm_start
 from hybridasync.errors import LocalProtocolError, leading_cause
+from hybridasync.observability.heap import settled_heap
 from hybridasync.observability.progress import make_progress
 from hybridasync.observability.resources import ResourceGauge
 from hybridasync.observability.sinks import RunSinks
@@ -211,7 +212,8 @@ class Run:
                 self.progress.waiting_for("the initial publication")
                 await assembly.loop.begin()
                 self.progress.phase("train", inputs.sizing.num_rollout, completed=assembly.loop.step)
-            yield assembly
+            with settled_heap():
+                yield assembly
             work.cancel_scope.cancel()
         await inputs.reward.aclose()
 

@@ -42,15 +42,18 @@ def test_a_torn_last_line_costs_that_record_alone(tmp_path: Path, cut: int) -> N
     assert kept == ([0, 1, 2] if cut == 1 else [0, 2])
 
 
-def test_every_record_is_synced_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsync is called for each record, after it was written, and once for the folder of a new file."""
+def test_a_debt_is_synced_before_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsync comes after each was written, and once for the new file's folder; a settlement waits for no disk."""
     path = tmp_path / "journal.jsonl"
     seen: list[bytes] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append(path.read_bytes()))
     journal = JournalFile(path)
-    journal.append({"number": 0})
-    journal.append({"number": 1})
-    assert [content.count(b"\n") for content in seen] == [0, 1, 2]
+    debts = Debts()
+    journal.append(debts.incur("engine-0", TXN))
+    journal.append(debts.settle("engine-0", TXN, "ended"))
+    assert [content.count(b"\n") for content in seen] == [0, 1]
+    journal.append(debts.incur("engine-0", TXN))
+    assert [content.count(b"\n") for content in seen] == [0, 1, 3]
 
 
 def test_a_debt_that_cannot_be_recorded_is_refused_a_settlement_is_not(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from hybridasync.engine.scheduler import Limits, Scheduler
 from hybridasync.engine.service import EngineService, EngineSettings
 from hybridasync.engine.weights import WeightStore
 from hybridasync.errors import ConfigError
+from hybridasync.observability.heap import settled_heap
 from hybridasync.observability.process import die_with_parent
 from hybridasync.weights.snapshot import read_tensors
 
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _bind(arguments.host, arguments.port) as listener:
             service = build_service(arguments)
-            _serve(service, listener, arguments)
+            with settled_heap():
+                _serve(service, listener, arguments)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -63,14 +63,18 @@ def read(path: Path) -> Iterator[Row]:
                     yield row
 
 
-def replace_atomically(path: Path, content: bytes) -> None:
-    """Readers see the old content or the new one, also after a crash. Raises OSError and then leaves the old one."""
+def replace_atomically(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Readers see the old content or the new one. Raises OSError and then leaves the old one.
+
+    `durable` False: not so after a crash of the machine, but without waiting for the disk.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:

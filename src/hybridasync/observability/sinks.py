@@ -155,7 +155,7 @@ class RunSinks:
     def _prometheus(self, step: int, values: Mapping[str, float]) -> None:
         try:
             text = prometheus_text({"step": float(step), **values})
-            replace_atomically(self._run_dir / "metrics.prom", text.encode())
+            replace_atomically(self._run_dir / "metrics.prom", text.encode(), durable=False)
         except OSError as error:
             self._prometheus_lost += 1
             if self._prometheus_lost == 1:

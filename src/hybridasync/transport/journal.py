@@ -18,7 +18,10 @@ class JournalError(OperatingError):
 
 
 class JournalFile:
-    """Append-only. Every record is on disk when `append` returns; a line torn by a crash is passed over."""
+    """Append-only; a line torn by a crash is passed over. A debt is on the disk when `append` returns.
+
+    A settlement survives the death of this process at once, that of the machine a little later.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,11 +30,12 @@ class JournalFile:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds `at`, seconds since the epoch. Raises JournalError, but not for a settlement (see `must_be_durable`)."""
+        durable = must_be_durable(record)
         try:
-            self._write(jsonl.encode({**record, "at": time.time()}))
+            self._write(jsonl.encode({**record, "at": time.time()}), durable=durable)
         except OSError as error:
             message = f"{self._path}: {error.strerror or error}"
-            if must_be_durable(record):
+            if durable:
                 raise JournalError(message) from error
             jsonl.complain(message)
 
@@ -44,7 +48,7 @@ class JournalFile:
             self._file.close()
             self._file = None
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, line: bytes, *, durable: bool) -> None:
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)
             self._torn = self._file.tell() > 0  # the last line may be torn; an empty line does no harm
@@ -54,7 +58,8 @@ class JournalFile:
         written = self._file.write(data)
         if written != len(data):
             raise OSError(f"wrote {written} of {len(data)} bytes")
-        os.fsync(self._file.fileno())
+        if durable:
+            os.fsync(self._file.fileno())
         self._torn = False
 
 

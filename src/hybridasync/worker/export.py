@@ -48,7 +48,8 @@ def export_snapshot(
         held = dtype or next(gpt.parameters()).dtype
         # SHA-256 and the file need the bytes on the CPU, once; the other hash is far faster where they are.
         cast = _cast(tensors, held, device=None if engines.cuda else "cpu")
-        size = write_snapshot(path, _observed(cast, sums.add), _config_of(gpt, held))
+        # Not durable: after a crash snapshots are dropped and written anew.
+        size = write_snapshot(path, _observed(cast, sums.add), _config_of(gpt, held), durable=False)
         return WeightSnapshot(version, str(path), sums.result(), size, time.perf_counter() - started)
 
     return _on_first_rank(gpt, f"weights of version {version} can't be written to {path}", write)
