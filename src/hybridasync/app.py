@@ -196,7 +196,9 @@ class Run:
             info = await trainer.setup()
             self.sink.event("trainer_ready", parameters=info.parameters, device=info.device, pids=dict(info.pids))
             store = CheckpointFolders(self.run_dir / "checkpoints", keep=self.config.checkpoint.keep)
-            found = store.latest() if self._resume else None
+            found = (store.latest() if self._resume else None) or inputs.start.resumes
+            if self._resume and found is None:
+                self.sink.event("resumed_anew", level="warning", cause="the run hasn't saved a checkpoint yet")
             if found is None:
                 await self._warm_start(inputs, trainer)
             assembly = _Assembly(inputs, trainer, info, store, snapshots)

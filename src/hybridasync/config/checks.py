@@ -208,6 +208,8 @@ def prepared_is_made(config: Config) -> Iterator[Finding]:
     if config.prepare.function is None:
         for setting, value in (
             ("model.hf_checkpoint", config.model.hf_checkpoint),
+            ("model.load", config.model.load),
+            ("model.ref_load", config.model.ref_load),
             ("data.prompt_data", config.data.prompt_data),
             ("warm_start.data", config.warm_start.data),
             ("eval.eval_prompt_data", config.eval.eval_prompt_data),

@@ -57,10 +57,31 @@ class PrepareSection(Section):
 class ModelSection(Section):
     """The policy and, where the loss needs one, the reference model."""
 
-    hf_checkpoint: str = Field(description="Hugging Face directory of the initial policy (config, weights, tokenizer)")
+    hf_checkpoint: str = Field(
+        description="Hugging Face directory of the policy: config, tokenizer, and the weights unless load names others"
+    )
+    load: str | None = Field(
+        default=None,
+        description=(
+            "where the first weights come from: a Megatron checkpoint (the checkpoints folder of another run), "
+            "which is gone on with at its step, or a Hugging Face directory; default ref_load, else hf_checkpoint"
+        ),
+    )
     ref_load: str | None = Field(
         default=None,
-        description="Hugging Face directory of the reference model; needed by the KL loss, else not loaded",
+        description=(
+            "Hugging Face directory or Megatron checkpoint of the reference model; needed by a KL term, else not loaded"
+        ),
+    )
+    ref_ckpt_step: NonNegative | None = Field(
+        default=None, description="step of the Megatron checkpoint at ref_load; default its newest"
+    )
+    megatron_to_hf_mode: Literal["raw", "bridge"] = Field(
+        default="raw",
+        description=(
+            "raw: load or ref_load has to be a Megatron checkpoint; bridge: a Hugging Face directory will do, and is "
+            "the default where load isn't set"
+        ),
     )
     dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="parameter type in training")
 

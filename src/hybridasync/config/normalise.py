@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from hybridasync.config.findings import Finding, Set, Warn
 from hybridasync.config.models import Config
+from hybridasync.config.names import is_written
 
 
 def zero_kl(config: Config) -> Iterator[Finding]:
@@ -33,6 +34,31 @@ def needs_reference(config: Config) -> bool:
     algorithm = config.algorithm
     in_loss = algorithm.use_kl_loss and algorithm.kl_loss_coef != 0
     return (in_loss or algorithm.kl_coef != 0) and not config.run.debug_train_only
+
+
+def bridge_without_load(config: Config) -> Iterator[Finding]:
+    """Where neither a mode nor a checkpoint is named, training starts from Hugging Face weights."""
+    model = config.model
+    if (
+        model.load is None
+        and model.megatron_to_hf_mode == "raw"
+        and not is_written(config, "model.megatron_to_hf_mode")
+    ):
+        why = "default: without model.load the first weights are Hugging Face ones"
+        yield Set("model.megatron_to_hf_mode", "bridge", why, quiet=True)
+
+
+def first_weights(config: Config) -> Iterator[Finding]:
+    """Without model.load the policy starts as the reference model (R34): said where that isn't hf_checkpoint."""
+    model = config.model
+    if model.load is None and model.ref_load not in (None, model.hf_checkpoint):
+        yield Warn(
+            "model.ref_load",
+            f"training starts from these weights, too, and not from hf_checkpoint; --load {model.hf_checkpoint} with "
+            "--megatron-to-hf-mode bridge would start from those",
+        )
+    if model.ref_ckpt_step is not None and model.ref_load is None:
+        yield Warn("model.ref_ckpt_step", "has no effect: ref_load isn't set")
 
 
 def sync_is_on_policy(config: Config) -> Iterator[Finding]:

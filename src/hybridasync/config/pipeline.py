@@ -18,6 +18,8 @@ RULES: tuple[Rule, ...] = (
     normalise.unused_reference,
     checks.reference_given,
     checks.one_kl_term,
+    normalise.bridge_without_load,
+    normalise.first_weights,
     # The mode bounds how far engines run ahead, and with that what the off-policy guard has to judge.
     normalise.train_only,
     normalise.sync_is_on_policy,

@@ -17,7 +17,6 @@ from hybridasync.config.names import settings, value_of
 FILE_NAME = "config.resolved.toml"
 
 _POSITION = "the saved data position counts these prompts"
-_SHARDS = "the checkpoint is laid out by it"
 _PREPARED = "it made the model and the data of this run"
 
 # What a checkpoint is tied to, and why. Everything else may change from one start to the next.
@@ -27,10 +26,7 @@ TIED_TO_CHECKPOINT: Mapping[str, str] = {
     "model.dtype": "the checkpoint holds parameters of this type",
     "prepare.function": _PREPARED,
     "prepare.args": _PREPARED,
-    "parallel.num_workers": _SHARDS,
-    "parallel.tensor_model_parallel_size": _SHARDS,
-    "parallel.pipeline_model_parallel_size": _SHARDS,
-    "parallel.use_distributed_optimizer": _SHARDS,
+    "parallel.use_distributed_optimizer": "the checkpoint holds the optimizer's state in this form",
     "data.prompt_data": _POSITION,
     "data.prompt_key": _POSITION,
     "data.prompt_template": _POSITION,

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridasync.config.models import Config
+from hybridasync.config.names import value_of
 from hybridasync.config.prepared import FOLDER, with_prepared
 from hybridasync.config.sizing import Sizing, resolve_sizing, sizing_line, sizing_warnings, with_sizing
+from hybridasync.config.start import Start, is_megatron, resolve_start, with_start
 from hybridasync.data.model_dir import ModelFacts, check_model_dir, parameter_count
 from hybridasync.data.source import PromptDataset, PromptStream, load_prompts
 from hybridasync.data.tokenizer import TextTokenizer, load_tokenizer
@@ -32,6 +34,7 @@ class Inputs:
     """`config` has real paths and the resolved number of steps. `notes` are lines for the log."""
 
     config: Config
+    start: Start
     model: ModelFacts
     tokenizer: TextTokenizer
     reward: Reward
@@ -72,11 +75,15 @@ def read_inputs(written: Config, run_dir: Path) -> Inputs:
     parallel = config.parallel
     sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     model = check_model_dir(config.model.hf_checkpoint, *sizes)
-    if config.algorithm.use_kl_loss and config.model.ref_load is not None:
-        check_model_dir(config.model.ref_load, *sizes, setting="model.ref_load")
+    start = resolve_start(config.model)
+    for setting in ("model.load", "model.ref_load"):
+        path = value_of(config, setting)
+        if path is not None and not is_megatron(path):
+            check_model_dir(path, *sizes, setting=setting)
+    config = with_start(config, start)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     context = min(model.context_length, config.engine.context_length or model.context_length) - reserved_tokens(config)
-    notes: list[str] = []
+    notes = [f"weights of {start.load} ({start.setting})"]
     dataset, eval_prompts = None, list[Prompt]()
     if not config.run.debug_train_only:
         dataset = load_prompts(
@@ -96,6 +103,7 @@ def read_inputs(written: Config, run_dir: Path) -> Inputs:
         notes.append(warm_start.summary)
     return Inputs(
         config=with_sizing(config, sizing),
+        start=start,
         model=model,
         tokenizer=tokenizer,
         reward=load_reward(config.reward),

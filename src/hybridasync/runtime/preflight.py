@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hybridasync.config.models import Config
 from hybridasync.config.prepared import PLACEHOLDER
+from hybridasync.config.start import is_megatron, resolve_start
 from hybridasync.data.jsonl import Row, read_rows
 from hybridasync.data.model_dir import check_model_dir
 from hybridasync.errors import ConfigError
@@ -41,15 +42,17 @@ def preflight(config: Config) -> None:
 
 
 def check_model(config: Config) -> None:
-    """The policy, and the reference model where there is one. Raises ConfigError."""
-    parallel = config.parallel
-    for setting, path in (
-        ("model.hf_checkpoint", config.model.hf_checkpoint),
-        ("model.ref_load", config.model.ref_load),
-    ):
-        if path is not None and PLACEHOLDER not in path:
+    """The policy, the weights it starts from, and the reference model where there is one. Raises ConfigError."""
+    parallel, model = config.parallel, config.model
+    named = {"model.hf_checkpoint": model.hf_checkpoint, "model.load": model.load, "model.ref_load": model.ref_load}
+    paths = {setting: path for setting, path in named.items() if path is not None}
+    known = [setting for setting, path in paths.items() if PLACEHOLDER not in path]
+    if len(known) == len(paths):
+        resolve_start(model)
+    for setting in known:
+        if not is_megatron(paths[setting]):
             sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-            check_model_dir(path, *sizes, setting=setting)
+            check_model_dir(paths[setting], *sizes, setting=setting)
 
 
 def check_data_file(setting: str, path: str | None, keys: tuple[str, ...]) -> None:

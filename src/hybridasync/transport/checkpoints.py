@@ -1,6 +1,9 @@
 """Checkpoint folders on disk. A rename makes one count; a manifest says what it must hold.
 
 checkpoints/step_000020/{model/, run_state.json, manifest.json}     checkpoints/latest → "step_000020"
+
+`latest_checkpointed_iteration.txt` says the same in Megatron's way: the folder is a Megatron checkpoint for
+`model.load` of another run.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridasync.config.start import MARKER
 from hybridasync.errors import CheckpointError
 
 FORMAT = 1
@@ -46,8 +50,8 @@ class CheckpointFolders:
             shutil.rmtree(final, ignore_errors=True)
             folder.rename(final)
             _sync_folder(self._root)
-            _write(self._root / "latest.tmp", final.name)
-            (self._root / "latest.tmp").replace(self._root / "latest")
+            self._point(MARKER, str(step))
+            self._point("latest", final.name)
             _sync_folder(self._root)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -56,11 +60,19 @@ class CheckpointFolders:
         return final
 
     def latest(self) -> Path | None:
-        """The folder that `latest` names; else the complete one with the highest step."""
+        """The folder that `latest` names; else the complete one with the highest step.
+
+        None for a run that hasn't saved yet; raises CheckpointError if what it saved is gone (R117).
+        """
         pointer = self._root / "latest"
         if pointer.is_file() and (named := self._root / pointer.read_text().strip()).joinpath(MANIFEST).is_file():
             return named
         complete = self._complete()
+        if not complete and pointer.is_file():
+            raise CheckpointError(
+                f"{pointer} names {pointer.read_text().strip()}, but {self._root} has no complete checkpoint: put it "
+                "back, or start a new run in another run.dir"
+            )
         return complete[-1] if complete else None
 
     def verified_state(self, path: Path) -> dict[str, Any]:
@@ -73,6 +85,11 @@ class CheckpointFolders:
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} isn't a complete checkpoint: {error}") from error
         return state
+
+    def _point(self, name: str, text: str) -> None:
+        part = self._root / f"{name}.tmp"
+        _write(part, text)
+        part.replace(self._root / name)
 
     def _partial(self, step: int) -> Path:
         return self._root / f"step_{step:06d}.partial"

@@ -88,13 +88,18 @@ def save(path: str | Path, gpt: Any, optimizer: Any, *, extra: Mapping[str, Any]
     dist.barrier()
 
 
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a folder holds weights in this format, as opposed to Hugging Face's."""
+    return (Path(path) / "metadata.json").is_file()
+
+
 def load(path: str | Path, gpt: Any, optimizer: Any) -> dict[str, Any]:
     """Fill model and optimizer (None: the model alone) from the folder `path`; answers `extra`.
 
     The layout may be another than the one that saved. Collective. Raises CheckpointError.
     """
     folder = Path(path)
-    if not (folder / "metadata.json").is_file():
+    if not is_checkpoint(folder):
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no metadata.json")
     try:
         state = dist_checkpointing.load(_state(gpt, optimizer, loading=True), str(folder))
@@ -103,7 +108,7 @@ def load(path: str | Path, gpt: Any, optimizer: Any) -> dict[str, Any]:
             with torch.no_grad():
                 optimizer.load_state_dict(state["optimizer"])
             _own_step(optimizer)
-        return dict(state["extra"])
+        return dict(state.get("extra", {}))
     except (*_UNREADABLE, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{folder} can't be loaded: {_reason(error)}") from error
 

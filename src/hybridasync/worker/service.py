@@ -9,7 +9,7 @@ import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import psutil
 import torch
@@ -57,7 +57,10 @@ class Worker:
         layout = self._config.parallel
         place = parallel.init(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, self._config.seed)
         bundle = build(self._config, self._config.model.hf_checkpoint)
-        load_hf(bundle.gpt, self._config.model.hf_checkpoint)
+        if self._config.model.load is None:
+            load_hf(bundle.gpt, self._config.model.hf_checkpoint)
+        else:
+            _load_weights(bundle.gpt, self._config.model.load, setting="model.load")
         reference = self._reference(bundle)
         model = wrap_for_training(bundle, distributed_optimizer=layout.use_distributed_optimizer)
         runner = StepRunner(self._config, bundle, place, model=model, reference=reference)
@@ -163,15 +166,24 @@ class Worker:
         """The frozen model of the KL terms, None when no coefficient needs it: then it is neither loaded nor run."""
         if not needs_reference(self._config):
             return None
-        path = self._config.model.ref_load or self._config.model.hf_checkpoint
-        reference = build(self._config, path, setting="model.ref_load")
+        path = self._config.model.ref_load or self._config.model.load or self._config.model.hf_checkpoint
+        built_like = self._config.model.hf_checkpoint if checkpoints.is_checkpoint(path) else path
+        reference = build(self._config, built_like, setting="model.ref_load")
         if reference.hf.vocab_size != policy.hf.vocab_size:
             raise ConfigError(
                 f"{path} has a vocabulary of {reference.hf.vocab_size}, the policy one of {policy.hf.vocab_size}; "
                 "the KL loss compares them token by token",
                 setting="model.ref_load",
             )
-        load_hf(reference.gpt, path, setting="model.ref_load")
+        _load_weights(reference.gpt, path, setting="model.ref_load")
         reference.module.requires_grad_(False)
         reference.module.eval()
         return reference
+
+
+def _load_weights(gpt: Any, path: str, *, setting: str) -> None:
+    """Weights alone, of a Hugging Face directory or of one checkpoint's model folder."""
+    if checkpoints.is_checkpoint(path):
+        checkpoints.load(path, gpt, None)
+    else:
+        load_hf(gpt, path, setting=setting)
