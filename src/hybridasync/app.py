@@ -57,7 +57,7 @@ from hybridasync.runtime.controller import connect
 from hybridasync.runtime.engines import running_engines
 from hybridasync.runtime.inputs import Inputs, read_inputs
 from hybridasync.runtime.resume_rollout import settle_debts
-from hybridasync.transport.checkpoints import CheckpointFolders
+from hybridasync.transport.checkpoints import CheckpointFolders, remove_unfinished
 from hybridasync.transport.journal import JournalFile
 from hybridasync.transport.rpc import RpcTrainer
 from hybridasync.transport.weights import SnapshotFolder
@@ -278,6 +278,7 @@ class Run:
         try:
             yield
         finally:
+            remove_unfinished(self.run_dir / "checkpoints")
             self.progress.close()
             self.sink.close()
 

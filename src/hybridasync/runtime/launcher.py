@@ -33,6 +33,7 @@ from hybridasync.observability.summary import write_summary
 from hybridasync.runtime import lock, outcome
 from hybridasync.runtime.outcome import Outcome
 from hybridasync.runtime.start import RANK_PROGRAM, listen
+from hybridasync.transport.checkpoints import remove_unfinished
 from hybridasync.transport.weights import remove_leftovers
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -120,6 +121,7 @@ class _Start:
                 self._supervise(agent)
             finally:
                 self._clear_up(agent)
+        remove_unfinished(self._run_dir / "checkpoints")
         ended = outcome.read(self._run_dir)
         verdict = self._verdict(ended, agent.returncode)
         if verdict != ended:
@@ -201,10 +203,10 @@ class _Start:
     def _silent_end(self, ended: Outcome | None, agent_code: int) -> str:
         logs = self._run_dir / "logs"
         account = f"torchrun's own account is in {logs / 'torchrun.log'}"
-        if ended is None:
-            return f"the controller ended without a word (killed, perhaps for memory); {account}"
         if agent_code < 0:
             return f"torchrun was ended by {signal.Signals(-agent_code).name}, and the job with it; {account}"
+        if ended is None:
+            return f"the controller ended without a word (killed, perhaps for memory); {account}"
         tails = [f"{path.name}:\n{tail}" for path in sorted(logs.glob("worker-*.log")) if (tail := log_tail(path))]
         return "\n".join([f"a worker ended, and torchrun stopped the job; {account}", *tails])
 

@@ -113,7 +113,7 @@ class LaunchedEngine:
             process = self._process
             if process is not None:
                 await process.wait()
-                self.detail = f"the engine ended with {_exit_name(process.returncode)}: {self._log_tail()}"
+                self.detail = f"the engine ended with {_exit_name(process.returncode)}{self._log_tail()}"
                 log.error("%s", self.detail)
                 self._client = None
                 _kill_group(process.pid, signal.SIGKILL)  # what it left behind, as its scheduler processes
@@ -205,8 +205,8 @@ class LaunchedEngine:
                     return url
                 await anyio.sleep(POLL_S)
             why = f"ended with {_exit_name(process.returncode)}"
-            raise EngineStartError(f"{self._name} {why} before it was ready: {self._log_tail()}")
-        raise EngineStartError(f"{self._name} wasn't ready within {limit:g} s: {self._log_tail()}")
+            raise EngineStartError(f"{self._name} {why} before it was ready{self._log_tail()}")
+        raise EngineStartError(f"{self._name} wasn't ready within {limit:g} s{self._log_tail()}")
 
     def _address(self, port: int, announce: Path) -> str | None:
         if not self._launch.chooses_its_port:
@@ -232,8 +232,9 @@ class LaunchedEngine:
                 file.seek(max(0, self._launch.log.stat().st_size - LOG_BYTES))
                 text = file.read().decode("utf-8", "replace")
         except OSError as error:
-            return f"no log ({error.strerror})"
-        return "\n".join(text.strip().split("\n")[-LOG_LINES:])
+            return f"; no log ({error.strerror})"
+        lines = text.strip().splitlines()[-LOG_LINES:]
+        return ": " + "\n".join(lines) if lines else ""
 
 
 async def _answers(name: str, url: str) -> bool:

@@ -34,8 +34,7 @@ class CheckpointFolders:
     def begin(self, step: int) -> Path:
         folder = self._partial(step)
         try:
-            for killed in self._root.glob("step_*.partial"):
-                shutil.rmtree(killed, ignore_errors=True)
+            remove_unfinished(self._root)
             (folder / "model").mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(f"can't make {folder}: {error.strerror}") from error
@@ -100,6 +99,12 @@ class CheckpointFolders:
     def _rotate(self) -> None:
         for folder in self._complete()[: -self._keep]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_unfinished(root: Path) -> None:
+    """Remove what broken-off saves left. Nobody may be saving there."""
+    for folder in root.glob("step_*.partial"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _files(folder: Path) -> Iterator[Path]:
