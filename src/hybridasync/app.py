@@ -207,10 +207,15 @@ class Run:
                 fleet = Fleet(await engines.get())
                 await trainer.start_phase("rl", inputs.sizing.num_rollout)
                 assembly.loop = self._build_loop(assembly, fleet, work)
+                if found is None and (first := self.config.rollout.start_rollout_id):
+                    assembly.loop.start_at(first)
                 if found is not None:
                     assembly.loop.restore(await Checkpointing(store, trainer).restore(found))
                     self.sink.rewind(assembly.loop.step)
                     self.sink.event("resumed", checkpoint=str(found), step=assembly.loop.step)
+                if assembly.loop.step >= inputs.sizing.num_rollout:
+                    cause = f"{assembly.loop.step} steps are done and the run has {inputs.sizing.num_rollout}"
+                    self.sink.event("nothing_to_do", level="warning", cause=cause)
                 self.progress.waiting_for("the initial publication")
                 await assembly.loop.begin()
                 self.progress.phase("train", inputs.sizing.num_rollout, completed=assembly.loop.step)

@@ -51,7 +51,7 @@ def test_a_resumed_run_may_change_what_the_checkpoint_is_not_tied_to() -> None:
 
 
 def test_a_resumed_run_may_not_change_model_or_data() -> None:
-    """Workers may be laid out anew (checkpoints load at any TP, PP and DP). Every setting that the checkpoint is tied to is named, with both values and the reason."""
+    """Every setting that the checkpoint is tied to is named, with both values and the reason; the layout is none."""
     before = resolve(load("quickstart")).config
     now = resolve(
         load(

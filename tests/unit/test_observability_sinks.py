@@ -95,6 +95,19 @@ def test_c53_the_step_column_strictly_increases_over_a_resume(tmp_path: Path) ->
     assert [row["step"] for row in rows(tmp_path / "samples.jsonl")] == list(range(5))
 
 
+def test_c53_samples_of_a_step_that_was_cut_off_are_dropped_on_a_resume(tmp_path: Path) -> None:
+    """Killed between the samples of step 1 and its row: the resumed run's samples of step 1 stand alone."""
+    first = make_sinks(tmp_path)
+    first.step(0, {"loss": 1.0})
+    first.samples(1, [group(7, (1.0,))], {})
+    first.close()
+    resumed = make_sinks(tmp_path)
+    resumed.rewind(1)
+    resumed.samples(1, [group(8, (1.0,))], {})
+    resumed.close()
+    assert [row["uid"] for row in rows(tmp_path / "samples.jsonl")] == [8]
+
+
 def test_c53_a_step_reported_twice_is_one_row(tmp_path: Path) -> None:
     """Without an announced resume, too, a step that comes again replaces what the file had from there on."""
     sinks = make_sinks(tmp_path)

@@ -128,6 +128,9 @@ class RolloutSection(Section):
     num_epoch: Positive | None = Field(
         default=None, description="passes over the data; with num_rollout the smaller one counts"
     )
+    start_rollout_id: NonNegative | None = Field(
+        default=None, description="first step (0-based) of a run that begins without a checkpoint; default 0"
+    )
     strict_epochs: bool = Field(
         default=False, description="refuse num_epoch when the batch doesn't divide the data set"
     )
@@ -386,6 +389,10 @@ class CheckpointSection(Section):
         default=None, description="save after every S-th step and after the last; default: only after the last"
     )
     keep: Positive = Field(default=2, description="checkpoints to keep")
+    on_save_error: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="what a checkpoint that can't be written does: end the run, or warn; the last good one stays",
+    )
     export_hf: bool = Field(default=True, description="export the final policy as a Hugging Face directory")
 
 

@@ -77,6 +77,10 @@ class Rollout:
         """Position in the data; prompts that are admitted and not trained on will be drawn again."""
         return {"ledger": self._ledger.state(), "source": self._parts.source.state(self._ledger.pending())}
 
+    def start_at(self, step: int) -> None:
+        """Admit for `step` and what follows, from the first prompt on."""
+        self._ledger.restore({"finished": step, "counts": {}})
+
     def restore(self, state: Mapping[str, Any]) -> None:
         self._parts.source.restore(state["source"])
         self._ledger.restore(state["ledger"])

@@ -22,7 +22,7 @@ from hybridasync.drivers.klpenalty import with_kl
 from hybridasync.drivers.publish import Publisher
 from hybridasync.drivers.rollout import Rollout
 from hybridasync.drivers.stepmetrics import batch_metrics
-from hybridasync.errors import LocalProtocolError, PublicationFailed
+from hybridasync.errors import CheckpointError, LocalProtocolError, PublicationFailed
 from hybridasync.ports import MetricSink, SnapshotFolder, Trainer
 from hybridasync.schedule import Schedule
 from hybridasync.types import EvalResult, Group, PublicationResult, TrainBatch
@@ -146,6 +146,11 @@ class TrainingLoop:
             "rollout": self._parts.rollout.state(),
         }
 
+    def start_at(self, step: int) -> None:
+        """Begin at a step other than 0, without a checkpoint: versions count on from it, so that they never go back."""
+        self.step = self.version = step
+        self._parts.rollout.start_at(step)
+
     def restore(self, state: Mapping[str, Any]) -> None:
         self.step = int(state["step"])
         self.version = int(state["version"])
@@ -190,10 +195,17 @@ class TrainingLoop:
             self._evaluated = anyio.Event()
             await self._background.start(self._evaluate_in_background)
         self._parts.rollout.finish(step)
-        saved = None
-        if self._schedule.save_due(step):
-            saved = await self._parts.checkpointing.save(self.step, self.state())
+        saved = await self._save() if self._schedule.save_due(step) else None
         return publication, saved
+
+    async def _save(self) -> str | None:
+        try:
+            return await self._parts.checkpointing.save(self.step, self.state())
+        except CheckpointError as error:
+            if self._config.checkpoint.on_save_error == "stop":
+                raise
+            self._parts.sink.event("checkpoint_failed", level="warning", completed=self.step, cause=str(error))
+            return None
 
     def _serving(self, step: int) -> bool:
         """With every engine away an evaluation would hold up training, which still has queued batches (R109)."""

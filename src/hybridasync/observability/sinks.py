@@ -62,6 +62,7 @@ class RunSinks:
         self._prometheus_lost = 0
         self._last_step = _largest(run_dir / "metrics.jsonl", "step")
         self._last_evaluation = _largest(run_dir / "evaluations.jsonl", "step")
+        self._last_sampled = _largest(run_dir / "samples.jsonl", "step")  # written before the row of its step
         self.errors = _errors_so_far(run_dir / "events.jsonl")
         self.non_finite = max(0, _largest(run_dir / "metrics.jsonl", names.NAN_INF))
 
@@ -73,11 +74,12 @@ class RunSinks:
 
     def rewind(self, completed: int) -> None:
         """After a resume at `completed` steps: forget the steps and evaluations after it, they are run again."""
-        if self._last_step >= completed or self._last_evaluation > completed:
+        if max(self._last_step, self._last_sampled) >= completed or self._last_evaluation > completed:
             self._metrics.rewind("step", completed)
             self._samples.rewind("step", completed)
             self._evaluations.rewind("step", completed + 1)
             self._last_step = min(self._last_step, completed - 1)
+            self._last_sampled = min(self._last_sampled, completed - 1)
             self._last_evaluation = min(self._last_evaluation, completed)
             self.event("metrics.rewound", completed=completed)
             if self._board is not None:
@@ -130,6 +132,7 @@ class RunSinks:
             of_group = advantages.get(group.prompt.uid, ())
             advantage = of_group[index] if index < len(of_group) else None
             self._samples.append(_sample_row(step, group, group.samples[index]) | {"advantage": advantage})
+            self._last_sampled = step
 
     def event(self, name: str, /, **fields: object) -> None:
         """Write an event. Those of level warning and error count as errors of the run."""
