@@ -90,6 +90,7 @@ async def test_a_cancelled_request_can_be_stopped_at_once(server: SglangServer) 
         tasks.cancel_scope.cancel()
     await server.abort("cancelled")
     await until(idle, seconds=3)
+    assert await server.in_flight() == 0
 
 
 async def test_c07_a_publication_is_verified_by_version_and_checksum(target: Target, server: SglangServer) -> None:

@@ -69,7 +69,8 @@ async def test_abort_after_in_place_does_not_deadlock(target: Target, client: ht
 async def test_a_token_id_that_is_none_is_refused(client: httpx.AsyncClient) -> None:
     """SGLang's scheduler dies of a negative id, and answers one between the vocabulary and its padding."""
     for ids in ([VOCAB], [-1]):
-        await post(client, "/generate", 400, input_ids=ids)
+        answer = await post(client, "/generate", 400, input_ids=ids)
+        assert "valid range" in answer.text
 
 
 async def test_an_aborted_request_keeps_every_token(target: Target, client: httpx.AsyncClient) -> None:
