@@ -74,7 +74,8 @@ def check_sglang(config: Config) -> None:
     engine = config.engine
     if engine.kind == "sglang" and engine.python and not engine.sidecar_url and shutil.which(engine.python) is None:
         raise ConfigError(
-            f"{engine.python} isn't an executable; give the Python interpreter of SGLang's environment",
+            f"{engine.python} isn't an executable; give the Python interpreter of SGLang's environment "
+            "(`hybridasync sglang setup DIR` makes one for the CPU, docs/sglang.md says how on a GPU)",
             setting="engine.python",
         )
 
