@@ -301,6 +301,28 @@ def test_what_is_probably_not_meant_is_warned_of_once(overrides: tuple[str, ...]
     assert len(warnings) == 1 and expected in warnings[0]
 
 
+GENERATED = ("rollout.rollout_global_dataset=false", "data.prompt_data=none", "data.prompt_function=m:f")
+
+
+def test_r39_a_function_stands_in_for_files() -> None:
+    """R39: without a global data set a function and a number of steps are needed, and epochs are refused."""
+    assert run(*GENERATED).warnings == ()
+    assert "a function has to make the prompts" in refusal(GENERATED[0], GENERATED[1])
+    assert "num_epoch requires rollout_global_dataset" in refusal(*GENERATED, "rollout.num_epoch=1")
+    assert "num_rollout must be positive" in refusal(*GENERATED, "rollout.num_rollout=none")
+    assert "has no effect" in run(GENERATED[2]).warnings[0]
+    assert "has no effect" in run(GENERATED[0], GENERATED[2]).warnings[0]
+
+
+def test_every_file_of_a_mixture_has_a_weight_above_zero() -> None:
+    """Weights are as many as files, prompt_data included, and positive."""
+    extra = 'data.extra_prompt_data=["b.jsonl"]'
+    assert run(extra, "data.weights=[1, 3.0]").config.data.weights == (1.0, 3.0)
+    assert run(extra).warnings == ()
+    assert "has 1 weights for 2 files" in refusal(extra, "data.weights=[1.0]")
+    assert "wants weights above 0" in refusal(extra, "data.weights=[1.0, 0.0]")
+
+
 def test_all_refusals_are_reported_at_once() -> None:
     """One start shows everything that is in the way."""
     message = refusal("rollout.top_p=0.5", "engine.kind=sglang", "rollout.max_staleness=1", "parallel.num_workers=5")

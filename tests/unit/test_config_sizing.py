@@ -73,6 +73,16 @@ def test_a_small_data_set_is_fine_with_a_number_of_steps() -> None:
     assert refusal(config(16), 8)
 
 
+def test_r39_without_a_global_data_set_nobody_asks_for_its_size() -> None:
+    """R39: no epochs, num_rollout alone makes the length, and the size isn't looked at, whatever it is."""
+    given_ = config(4, rollout_global_dataset=False, num_rollout=5)
+    for size in (None, 0, 3):
+        assert resolve_sizing(given_, size)[:2] == (5, None)
+    with_epochs = config(4, rollout_global_dataset=False, num_rollout=5, num_epoch=1)
+    assert "num_epoch requires rollout_global_dataset" in refusal(with_epochs, 100)
+    assert "num_rollout must be positive" in refusal(config(4, rollout_global_dataset=False), 100)
+
+
 def test_u5_a_tail_is_named_or_refused() -> None:
     """U5: prompts that don't fill an epoch's last step are named in one warning, or refused with strict_epochs."""
     given_ = config(4, num_epoch=2)

@@ -89,7 +89,7 @@ def batch_splits_over_replicas(config: Config) -> Iterator[Finding]:
 
 def prompts_given(config: Config) -> Iterator[Finding]:
     """RL needs prompts and a length; both are known before anything starts."""
-    if config.run.debug_train_only:
+    if config.run.debug_train_only or not config.rollout.rollout_global_dataset:
         return
     if not config.data.prompt_data:
         yield Refuse("data.prompt_data", "no prompts to train on: give a JSONL file (--prompt-data FILE)")
@@ -99,6 +99,35 @@ def prompts_given(config: Config) -> Iterator[Finding]:
             "the run has no length: give num_rollout (training steps) or num_epoch (passes over the data); with both "
             "the smaller one counts",
         )
+
+
+def function_instead_of_files(config: Config) -> Iterator[Finding]:
+    """Without a global data set a function makes the prompts, and there are no epochs to count (R39)."""
+    data, rollout = config.data, config.rollout
+    if config.run.debug_train_only:
+        return
+    if rollout.rollout_global_dataset:
+        if data.prompt_function is not None:
+            yield Warn("data.prompt_function", "has no effect: rollout_global_dataset is true")
+        return
+    if data.prompt_function is None:
+        yield Refuse("data.prompt_function", "rollout_global_dataset is false, so a function has to make the prompts")
+    if rollout.num_epoch is not None:
+        yield Refuse("rollout.num_epoch", "num_epoch requires rollout_global_dataset: a function has no epochs")
+    if rollout.num_rollout is None:
+        yield Refuse("rollout.num_rollout", "num_rollout must be positive where rollout_global_dataset is false")
+    for name in ("prompt_data", "extra_prompt_data", "weights"):
+        if getattr(data, name):
+            yield Warn(f"data.{name}", "has no effect: rollout_global_dataset is false")
+
+
+def weights_fit_files(config: Config) -> Iterator[Finding]:
+    """Every file has a weight, or none has."""
+    weights, files = config.data.weights, 1 + len(config.data.extra_prompt_data)
+    if weights and len(weights) != files:
+        yield Refuse("data.weights", f"has {len(weights)} weights for {files} files, prompt_data included")
+    elif any(weight <= 0 for weight in weights):
+        yield Refuse("data.weights", f"wants weights above 0, got {list(weights)}; leave a file out instead")
 
 
 def prompt_template_has_prompt(config: Config) -> Iterator[Finding]:

@@ -109,6 +109,19 @@ class DataSection(Section):
     prompt_data: str | None = Field(
         default=None, description="JSONL file of prompts (or Parquet, with the parquet extra)"
     )
+    extra_prompt_data: tuple[str, ...] = Field(
+        default=(), description="further data files, mixed with prompt_data; each wraps by itself"
+    )
+    weights: tuple[float, ...] = Field(
+        default=(), description="weight of each file in the draws, prompt_data's first; default: their sizes"
+    )
+    prompt_function: str | None = Field(
+        default=None,
+        description=(
+            "module:function called as function(index, seed) that makes prompt number index, a row like those of a "
+            "file, or None after the last; instead of files where rollout_global_dataset is false"
+        ),
+    )
     prompt_key: str = Field(default="prompt", description="field with the prompt: a string, or a list of chat messages")
     label_key: str = Field(default="label", description="field with the gold answer")
     apply_chat_template: bool = Field(
@@ -130,6 +143,9 @@ class RolloutSection(Section):
     )
     start_rollout_id: NonNegative | None = Field(
         default=None, description="first step (0-based) of a run that begins without a checkpoint; default 0"
+    )
+    rollout_global_dataset: bool = Field(
+        default=True, description="prompts are a data set of known size; false: data.prompt_function makes them"
     )
     strict_epochs: bool = Field(
         default=False, description="refuse num_epoch when the batch doesn't divide the data set"

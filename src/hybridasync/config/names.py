@@ -36,6 +36,7 @@ STACK_NAMES: Mapping[str, str] = {
     "num-rollout": "rollout.num_rollout",
     "num-epoch": "rollout.num_epoch",
     "start-rollout-id": "rollout.start_rollout_id",
+    "rollout-global-dataset": "rollout.rollout_global_dataset",
     "rollout-batch-size": "rollout.rollout_batch_size",
     "n-samples-per-prompt": "rollout.n_samples_per_prompt",
     "rollout-max-response-len": "rollout.max_response_tokens",

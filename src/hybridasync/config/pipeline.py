@@ -38,6 +38,8 @@ RULES: tuple[Rule, ...] = (
     checks.batch_splits_over_replicas,
     # Data and sampling.
     checks.prompts_given,
+    checks.function_instead_of_files,
+    checks.weights_fit_files,
     checks.prepared_is_made,
     checks.prompt_template_has_prompt,
     checks.warm_start_has_data,

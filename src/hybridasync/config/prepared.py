@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hybridasync.config.models import Config
 from hybridasync.config.names import settings, value_of
@@ -19,7 +20,14 @@ def prepared_paths(config: Config) -> Mapping[str, str]:
     return {setting: value for setting, value in values.items() if isinstance(value, str) and PLACEHOLDER in value}
 
 
+def _filled(value: Any, folder: str) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_filled(part, folder) for part in value)
+    return value.replace(PLACEHOLDER, folder) if isinstance(value, str) else value
+
+
 def with_prepared(config: Config, run_dir: Path) -> Config:
     """The configuration with `{prepared}` replaced by the run's prepared folder."""
     folder = str((run_dir / FOLDER).resolve())
-    return replace(config, {s: value.replace(PLACEHOLDER, folder) for s, value in prepared_paths(config).items()})
+    named = {*prepared_paths(config), "data.extra_prompt_data"}
+    return replace(config, {setting: _filled(value_of(config, setting), folder) for setting in named})

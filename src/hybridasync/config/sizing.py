@@ -21,17 +21,21 @@ class Sizing(NamedTuple):
     reason: str
 
 
-def resolve_sizing(config: Config, dataset_size: int, *, loaded: int | None = None) -> Sizing:
+def resolve_sizing(config: Config, dataset_size: int | None, *, loaded: int | None = None) -> Sizing:
     """Steps of the run, from the settings and the number of prompts. `loaded` counts those before filtering.
 
     The smaller one of num_rollout and num_epoch counts (R41). Idempotent: resolving `with_sizing` of the answer gives
-    the same numbers (R45). With `debug_train_only` there are no RL steps, and the size isn't looked at (R38).
+    the same numbers (R45). With `debug_train_only` there are no RL steps, and the size isn't looked at (R38); nor is it
+    without a global data set, where nobody knows it (R39).
 
     Raises: ConfigError: no prompts, fewer than a batch where epochs are to be counted, or no length at all.
     """
     rollout = config.rollout
     if config.run.debug_train_only:
         return Sizing(0, None, "debug_train_only: no RL steps")
+    if not rollout.rollout_global_dataset:
+        return _without_data_set(config)
+    dataset_size = dataset_size or 0
     count = _counted(dataset_size, loaded)
     if dataset_size <= 0:
         raise ConfigError(f"{config.data.prompt_data} has no prompts to train on ({count})", setting="data.prompt_data")
@@ -88,6 +92,20 @@ def sizing_warnings(config: Config, sizing: Sizing, dataset_size: int) -> tuple[
             "ends with an evaluation, which publishes first"
         )
     return tuple(found)
+
+
+def _without_data_set(config: Config) -> Sizing:
+    rollout = config.rollout
+    if rollout.num_epoch is not None:
+        raise ConfigError(
+            f"num_epoch requires rollout_global_dataset; it is {rollout.num_epoch}", setting="rollout.num_epoch"
+        )
+    if rollout.num_rollout is None or rollout.num_rollout <= 0:
+        raise ConfigError(
+            f"num_rollout must be positive without rollout_global_dataset; it is {rollout.num_rollout}",
+            setting="rollout.num_rollout",
+        )
+    return Sizing(rollout.num_rollout, None, f"num_rollout {rollout.num_rollout}; no global data set, no epochs")
 
 
 def _smaller_than_a_batch(config: Config, dataset_size: int, count: str) -> Sizing:

@@ -6,10 +6,10 @@ import hashlib
 import json
 import random
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hybridasync.config.models import DataSection
 from hybridasync.data.jsonl import Row, read_rows
@@ -68,6 +68,9 @@ class PromptDataset:
             extra=row.extra,
         )
 
+    def ordered(self, *, seed: int, shuffle: bool) -> Order:
+        return Order(self, seed=seed, shuffle=shuffle)
+
     def prompts(self, limit: int | None = None) -> list[Prompt]:
         """The first `limit` prompts (default: all) in the file's order, for evaluation; `uid` is the position."""
         return [self.prompt(index, uid=index, epoch=0) for index in range(len(self.rows[:limit]))]
@@ -93,7 +96,7 @@ def load_prompts(
     texts = [prompt_text(row, data=data, tokenizer=tokenizer, setting=setting) for row in rows]
     encoded = tokenizer.encode_prompts([text.model_input for text in texts])
     usable = tuple(
-        _prompt_row(index, row, text, ids=ids, data=data, setting=setting)
+        prompt_row(index, row, text, ids=ids, data=data, setting=setting)
         for index, (row, text, ids) in enumerate(zip(rows, texts, encoded, strict=True))
         if len(ids) <= limit
     )
@@ -111,9 +114,10 @@ def load_prompts(
     return dataset
 
 
-def _prompt_row(
+def prompt_row(
     index: int, row: Row, text: PromptText, *, ids: tuple[int, ...], data: DataSection, setting: str
 ) -> PromptRow:
+    """What a run keeps of a row: ids, label and the fields that rewards may want. Raises ConfigError."""
     if not ids:
         raise ConfigError(f"{row.place}: the prompt is empty", setting=setting)
     used = {data.prompt_key, data.label_key}
@@ -142,73 +146,111 @@ def _fingerprint(rows: Iterable[PromptRow]) -> str:
     return digest.hexdigest()
 
 
-class PromptStream:
-    """`ports.PromptSource` over one data set: every epoch is a full pass in an order of its own, then it wraps.
+class Order:
+    """A data set without end: every epoch is a full pass in an order of its own, then it wraps."""
 
-    A prompt's uid is its position in the endless stream, epoch × size + offset: unique and increasing across wraps
-    (R118, R119), so that the next uid is the whole position.
-    """
-
-    def __init__(
-        self, dataset: PromptDataset, *, seed: int, shuffle: bool = True, num_epoch: int | None = None
-    ) -> None:
+    def __init__(self, dataset: PromptDataset, *, seed: int, shuffle: bool) -> None:
+        self.name = dataset.name
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
-        self._num_epoch = num_epoch
-        self._next_uid = 0
-        self._again = deque[int]()  # drawn before a restart and not trained on
-        self._order: tuple[int, list[int]] = (-1, [])
+        self._epoch: tuple[int, list[int]] = (-1, [])
 
-    def __len__(self) -> int:
-        return len(self._dataset)
+    def at(self, position: int, *, uid: int | None = None) -> Prompt:
+        """Draw number `position`. `uid` is its number in the whole stream where that is of several data sets."""
+        epoch, offset = divmod(position, len(self._dataset))
+        return self._dataset.prompt(self._order(epoch)[offset], uid=position if uid is None else uid, epoch=epoch)
 
-    def draw(self) -> Prompt | None:
-        """The next prompt; None after `num_epoch` passes."""
-        if self._again:
-            return self._at(self._again.popleft())
-        if self._num_epoch is not None and self._next_uid >= self._num_epoch * len(self):
-            return None
-        prompt = self._at(self._next_uid)
-        self._next_uid += 1
-        return prompt
+    def positions(self, draws: int) -> dict[str, dict[str, int]]:
+        """Where the first `draws` leave the data set."""
+        epoch, offset = divmod(draws, len(self._dataset))
+        return {self.name: {"epoch": epoch, "offset": offset}}
 
-    def _at(self, uid: int) -> Prompt:
-        epoch, offset = divmod(uid, len(self))
-        return self._dataset.prompt(self._epoch_order(epoch)[offset], uid=uid, epoch=epoch)
-
-    def _epoch_order(self, epoch: int) -> list[int]:
-        if self._order[0] != epoch:
-            order = list(range(len(self)))
+    def _order(self, epoch: int) -> list[int]:
+        if self._epoch[0] != epoch:
+            order = list(range(len(self._dataset)))
             if self._shuffle:
                 random.Random(f"epoch:{self._seed}:{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1]
+            self._epoch = (epoch, order)
+        return self._epoch[1]
+
+
+class DrawOrder(Protocol):
+    """Which prompt a draw is; the same one whenever it is asked for."""
+
+    def at(self, uid: int, /) -> Prompt | None:
+        """None once there are no more."""
+        ...
+
+    def positions(self, draws: int, /) -> dict[str, dict[str, int]]:
+        """For people: where the first `draws` leave each data set."""
+        ...
+
+
+class Prompts(Protocol):
+    """What a stream draws from: a data set, a mixture of several, or a function."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def summary(self) -> str: ...
+
+    def ordered(self, *, seed: int, shuffle: bool) -> DrawOrder: ...
+
+
+class PromptStream:
+    """`ports.PromptSource`: draws without end, or up to `num_epoch` passes.
+
+    A prompt's uid is the number of its draw: unique and increasing across wraps (R118, R119), so that the next uid is
+    the whole position, in each data set of a mixture too.
+    """
+
+    def __init__(self, dataset: Prompts, *, seed: int, shuffle: bool = True, num_epoch: int | None = None) -> None:
+        self._dataset = dataset
+        self._order = dataset.ordered(seed=seed, shuffle=shuffle)
+        self._size = len(dataset) if isinstance(dataset, Sized) else None
+        self._seed = seed
+        self._shuffle = shuffle
+        self._end = None if num_epoch is None or self._size is None else num_epoch * self._size
+        self._next_uid = 0
+        self._again = deque[int]()  # drawn before a restart and not trained on
+
+    def draw(self) -> Prompt | None:
+        """The next prompt; None after `num_epoch` passes, or when the function has no more."""
+        if self._again:
+            return self._order.at(self._again.popleft())
+        if self._end is not None and self._next_uid >= self._end:
+            return None
+        prompt = self._order.at(self._next_uid)
+        self._next_uid += prompt is not None
+        return prompt
 
     def state(self, unused: Iterable[int] = ()) -> dict[str, Any]:
         """The position, as JSON. A restored stream draws the prompts with uids `unused`, then what comes next here.
 
         What waits to be drawn again counts as unused without being named.
         """
-        epoch, offset = divmod(self._next_uid, len(self))
         return {
             "format": STATE_FORMAT,
             "dataset": self._dataset.name,
             "fingerprint": self._dataset.fingerprint,
-            "size": len(self),
+            "size": self._size,
             "seed": self._seed,
             "shuffle": self._shuffle,
             "next_uid": self._next_uid,
             "unused": sorted({*unused, *self._again}),
-            "epoch": epoch,
-            "offset": offset,
+            "positions": self._order.positions(self._next_uid),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position, or raise CheckpointError (unreadable), ConfigError (of other data) and stay."""
         next_uid, unused = _checked_position(state)
         for key, mine in (
-            ("size", len(self)),
+            ("size", self._size),
             ("fingerprint", self._dataset.fingerprint),
             ("seed", self._seed),
             ("shuffle", self._shuffle),

@@ -14,6 +14,8 @@ from hybridasync.config.names import value_of
 from hybridasync.config.prepared import FOLDER, with_prepared
 from hybridasync.config.sizing import Sizing, resolve_sizing, sizing_line, sizing_warnings, with_sizing
 from hybridasync.config.start import Start, is_megatron, resolve_start, with_start
+from hybridasync.data.generated import Generated
+from hybridasync.data.mixture import Mixture
 from hybridasync.data.model_dir import ModelFacts, check_model_dir, parameter_count
 from hybridasync.data.source import PromptDataset, PromptStream, load_prompts
 from hybridasync.data.tokenizer import TextTokenizer, load_tokenizer
@@ -40,7 +42,7 @@ class Inputs:
     reward: Reward
     sizing: Sizing
     context_length: int  # prompt and completion together, in trainer and engines
-    dataset: PromptDataset | None  # None with run.debug_train_only
+    dataset: PromptDataset | Mixture | Generated | None  # None with run.debug_train_only
     eval_prompts: Sequence[Prompt]
     warm_start: SupervisedDataset | None
     notes: Sequence[str]
@@ -86,14 +88,13 @@ def read_inputs(written: Config, run_dir: Path) -> Inputs:
     notes = [f"weights of {start.load} ({start.setting})"]
     dataset, eval_prompts = None, list[Prompt]()
     if not config.run.debug_train_only:
-        dataset = load_prompts(
-            str(config.data.prompt_data), data=config.data, tokenizer=tokenizer, context_length=context
-        )
+        dataset = _prompts(config, tokenizer, context)
         notes.append(dataset.summary)
         eval_prompts = _eval_prompts(config, tokenizer, context)
-    size = len(dataset) if dataset else 0
-    sizing = resolve_sizing(config, size, loaded=dataset.loaded if dataset else None)
-    if dataset:
+    counted = dataset if isinstance(dataset, PromptDataset | Mixture) else None
+    size = len(counted) if counted else 0
+    sizing = resolve_sizing(config, size, loaded=counted.loaded if counted else None)
+    if counted:
         notes += [sizing_line(config, sizing, size), *sizing_warnings(config, sizing, size)]
     warm_start = None
     if config.warm_start.steps:
@@ -114,6 +115,31 @@ def read_inputs(written: Config, run_dir: Path) -> Inputs:
         warm_start=warm_start,
         notes=notes,
     )
+
+
+def _prompts(config: Config, tokenizer: TextTokenizer, context_length: int) -> PromptDataset | Mixture | Generated:
+    data = config.data
+    if not config.rollout.rollout_global_dataset:
+        name = str(data.prompt_function)
+        function = resolve_function(name, setting="data.prompt_function")
+        limit = min(context_length - 1, data.max_prompt_tokens or context_length - 1)
+        return Generated(name, function, data, tokenizer, limit)
+    first = load_prompts(str(data.prompt_data), data=data, tokenizer=tokenizer, context_length=context_length)
+    if not data.extra_prompt_data:
+        return first
+    further = [
+        load_prompts(
+            path,
+            data=data,
+            tokenizer=tokenizer,
+            context_length=context_length,
+            name=f"{Path(path).stem}-{number}",
+            setting="data.extra_prompt_data",
+        )
+        for number, path in enumerate(data.extra_prompt_data, start=1)
+    ]
+    files = (first, *further)
+    return Mixture(files, data.weights or tuple(float(len(file)) for file in files))
 
 
 def prepare(config: Config, run_dir: Path) -> None:

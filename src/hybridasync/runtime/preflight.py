@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from hybridasync.config.models import Config
@@ -104,7 +105,13 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
         yield lambda: resolve_function(function, setting="prepare.function")
     yield lambda: check_model(config)
     if not config.run.debug_train_only:
-        yield lambda: check_data_file("data.prompt_data", data.prompt_data, both)
+        if config.rollout.rollout_global_dataset:
+            yield lambda: check_data_file("data.prompt_data", data.prompt_data, both)
+            for path in data.extra_prompt_data:
+                yield partial(check_data_file, "data.extra_prompt_data", path, both)
+        elif data.prompt_function is not None:
+            maker = data.prompt_function
+            yield lambda: resolve_function(maker, setting="data.prompt_function")
         if evaluation.eval_interval is not None:
             yield lambda: check_data_file("eval.eval_prompt_data", evaluation.eval_prompt_data, both)
         yield lambda: load_reward(config.reward)
