@@ -110,18 +110,18 @@ async def _in_daemon_thread(function: Callable[[], None]) -> None:
 
 
 def to_error(envelope: Envelope, *, step: int | None = None) -> Exception:
-    """The error that a worker's envelope stands for, with the remote traceback as a note."""
+    """The error that a worker's envelope stands for; with the remote traceback as a note where nobody foresaw it."""
     kind, message, rank = envelope["type"], envelope["message"], envelope["rank"]
     error: Exception
     if kind == "ConfigError":
         return errors.ConfigError(message, setting=envelope["setting"])
     if kind == "DivergedError":
-        error = errors.DivergedError(message, step=step)
-    elif kind == "CheckpointError":
-        error = errors.CheckpointError(message)
-    elif kind == "DataError":
-        error = errors.DataError(message)
-    elif kind == "LocalProtocolError":
+        return errors.DivergedError(message, step=step)
+    if kind == "CheckpointError":
+        return errors.CheckpointError(message)
+    if kind == "DataError":
+        return errors.DataError(message)
+    if kind == "LocalProtocolError":
         error = errors.LocalProtocolError(message)
     else:
         error = errors.TrainerError(f"{kind} on worker rank {rank}: {message}", step=step)

@@ -280,7 +280,9 @@ class Endpoint:
                 raise errors.LocalProtocolError(f"no operation {call.name!r}; there are {', '.join(operations)}")
             return success(operations[call.name](*pickle.loads(call.payload)), rank=self.rank)
         except BaseException as error:  # noqa: BLE001  # SystemExit too: the controller waits for an answer
-            return failure(error, rank=self.rank)
+            answer = failure(error, rank=self.rank)
+            sys.stderr.write(answer["traceback"])  # into the log: the controller shows it only where it's a surprise
+            return answer
 
 
 class _Process:
