@@ -11,6 +11,7 @@ from hybridasync.config.models import Config
 from hybridasync.config.recipes import recipe_name
 from hybridasync.config.resolved import FILE_NAME
 from hybridasync.errors import ConfigError
+from hybridasync.transport.checkpoints import CheckpointFolders
 
 RUNS = Path("runs")
 # Logs, metrics and one checkpoint of the smallest model; a disk with less fails in the middle of the first save.
@@ -56,6 +57,18 @@ def run_dir_to_resume(recipe: str | None, given: Path | None) -> Path:
     if not (given / FILE_NAME).is_file():
         raise ConfigError(f"--resume: {given} holds no run ({FILE_NAME} is missing)")
     return given
+
+
+def finished(config: Config, directory: Path) -> str | None:
+    """Why there is nothing to go on with: the last checkpoint is at the run's length or past it, and all is exported.
+
+    Raises: CheckpointError: what the run saved is gone.
+    """
+    wanted, latest = config.rollout.num_rollout, CheckpointFolders(directory / "checkpoints", keep=1).latest()
+    exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
+    if wanted is None or latest is None or not exported or int(latest.name.removeprefix("step_")) < wanted:
+        return None
+    return f"nothing to do: {latest} is at step {int(latest.name.removeprefix('step_'))}, and num_rollout is {wanted}"
 
 
 def make_run_dir(path: Path) -> None:

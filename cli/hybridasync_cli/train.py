@@ -15,7 +15,7 @@ from hybridasync.config.pipeline import Resolved, resolve
 from hybridasync.config.recipes import shipped_recipes
 from hybridasync.config.resolved import FILE_NAME, check_resume, differences, read_resolved
 from hybridasync_cli.options import overrides_of, with_setting_options
-from hybridasync_cli.rundir import make_run_dir, new_run_dir, run_dir_to_resume
+from hybridasync_cli.rundir import finished, make_run_dir, new_run_dir, run_dir_to_resume
 from hybridasync_cli.show import errors_as_lines, say_note, say_warning, show_changes, show_resolved
 
 LATEST = "latest"
@@ -124,6 +124,9 @@ def _launch(resolved: Resolved, directory: Path, going_on: bool) -> int:
     with errors_as_lines(logs=directory / "logs"):
         from hybridasync.runtime.preflight import preflight
 
+        if going_on and (done := finished(resolved.config, directory)):
+            say_warning(done)
+            return 0
         preflight(resolved.config)
         make_run_dir(directory)
         from hybridasync.runtime.launcher import launch

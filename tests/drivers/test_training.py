@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,12 +10,12 @@ from typing import Any
 
 import anyio
 import pytest
-from kit import FakeTrainer, MemoryJournal, RecordingSink, World, make_fleet
+from kit import FakeTrainer, MemoryJournal, RecordingSink, World, completion, make_fleet
 
 from hybridasync.algorithms.shaping import shaped_reward
 from hybridasync.config.load import validate
 from hybridasync.config.models import Config
-from hybridasync.config.pipeline import schedule_of
+from hybridasync.config.pipeline import resolve, schedule_of
 from hybridasync.drivers.checkpointing import Checkpointing
 from hybridasync.drivers.evaluation import Evaluation, EvaluationParts
 from hybridasync.drivers.generation import Limits
@@ -70,7 +71,7 @@ class Source:
 
 
 def _prompt(uid: int) -> Prompt:
-    return Prompt(uid, uid, 0, "d", (1, 2), "p", "l")
+    return Prompt(uid, uid, 0, "d", (1, 2 + uid), "p", "l")
 
 
 class Store:
@@ -300,6 +301,33 @@ async def test_c28_a_resume_goes_on_where_it_was_and_versions_never_go_back() ->
     assert all(metrics["partition_lag_max"] <= 1 for _, metrics in second.sink.steps)
     trained = [sample.group for bench in (first, second) for batch in bench.trainer.batches for sample in batch.samples]
     assert sorted(set(trained)) == list(range(16)) and len(trained) == 32
+
+
+async def test_c19_at_staleness_zero_the_three_modes_train_on_the_same_samples() -> None:
+    """C19: same prompts, tokens, log-probs, advantages and versions, step by step, in sync, hybrid and fully_async."""
+    batches = []
+    for mode in ("sync", "hybrid", "fully_async"):
+        config = resolve(recipe(6, rollout={"max_staleness": 0}).model_copy(update={"mode": mode})).config
+        bench = Bench(config)
+
+        async def reply(ids: Sequence[int], params: Any, bench: Bench = bench) -> tuple[Completion, ...]:
+            """Tokens follow from prompt, weights and number of the sample, as with an engine of fixed seeds."""
+            await anyio.sleep(0.001 * (ids[-1] % 3))
+            version = int(bench.server.version)
+            return tuple(
+                dataclasses.replace(
+                    completion(2 + (ids[-1] + n) % 3, version=version), logprobs=(-0.1 * n - 0.1,) * size
+                )
+                for n in range(params.n)
+                for size in [2 + (ids[-1] + n) % 3]
+            )
+
+        bench.server.reply = reply
+        await bench.run()
+        batches.append(bench.trainer.batches)
+        assert all(sample.oldest_version == batch.step for batch in bench.trainer.batches for sample in batch.samples)
+    assert batches[0] == batches[1] == batches[2]
+    assert len(batches[0]) == 6
 
 
 @pytest.mark.parametrize("completed", [10, 12])

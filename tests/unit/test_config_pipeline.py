@@ -277,6 +277,10 @@ def test_c37_relations_that_cannot_work_are_refused(overrides: tuple[str, ...], 
     ("overrides", "expected"),
     [
         ((*EVAL, "publication.update_weights_interval=3", "algorithm.use_tis=true"), "eval.eval_interval: 2 is below"),
+        (
+            ("eval.eval_interval=5", EVAL[1], "publication.update_weights_interval=2", "algorithm.use_tis=true"),
+            "eval.eval_interval: 5 isn't a multiple of update_weights_interval (2)",
+        ),
         (("eval.eval_prompt_data=eval.jsonl",), "eval.eval_prompt_data: has no effect"),
         (("warm_start.data=w.jsonl",), "warm_start.data: has no effect"),
         (("engine.python=/usr/bin/python",), "engine.python: has no effect"),

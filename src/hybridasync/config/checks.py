@@ -230,6 +230,12 @@ def evaluation_cancels_interval(config: Config) -> Iterator[Finding]:
             f"{every} is below update_weights_interval ({interval}): each evaluation publishes first, so weights are "
             f"published every {every} steps and not every {interval}",
         )
+    elif every is not None and interval > 1 and every % interval:
+        yield Warn(
+            "eval.eval_interval",
+            f"{every} isn't a multiple of update_weights_interval ({interval}): evaluations publish out of turn, which "
+            "takes a part of the interval's benefit away",
+        )
 
 
 def prepared_is_made(config: Config) -> Iterator[Finding]:
