@@ -274,7 +274,7 @@ def main() -> None:
     for name, shape in shapes.items():
         results.append(measure(name, shape, 1 if options.quick else options.rounds))
         _print(results[-1])
-    write_results(options.out, "engine", results)
+        write_results(options.out, "engine", results)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def main() -> None:
         for name, shape in shapes.items():
             results.append(await measure(name, shape, rounds))
             _print(results[-1])
-        write_results(options.out, "overlap", results)
+            write_results(options.out, "overlap", results)
 
     hybridasync.launch(work, hybridasync.load(RECIPE))
 
