@@ -180,10 +180,10 @@ def weights(bundle: model.ModelBundle) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in hf_mapping.iter_hf(bundle.gpt)}
 
 
-def check_checkpoint(work: Path, *, distributed: bool, dtype: str) -> None:
+def check_checkpoint(work: Path, *, distributed: bool, dtype: str, saved_at: tuple[int, int] = (1, 1)) -> None:
     """Save after two of four steps; resuming is bit-exact in the same layout and equal in every other."""
-    source, folder = work / "qwen3-True", work / f"checkpoint-{distributed}-{dtype}"
-    with groups(1, 1):
+    source, folder = work / "qwen3-True", work / f"checkpoint-{distributed}-{dtype}-{saved_at[0]}{saved_at[1]}"
+    with groups(*saved_at):
         bundle, wrapped, optimizer = trained(source, distributed=distributed, dtype=dtype)
         for seed in (1, 2):
             step(bundle, wrapped, optimizer, seed)
@@ -200,8 +200,8 @@ def check_checkpoint(work: Path, *, distributed: bool, dtype: str) -> None:
             compare(place, saved, weights(bundle), 0)
             for seed in (3, 4):
                 step(bundle, wrapped, optimizer, seed)
-            compare(place, wanted, weights(bundle), 0 if tp == pp == 1 else tolerance)
-        say(f"checkpoint {dtype} distributed={distributed} tp={tp} pp={pp}")
+            compare(place, wanted, weights(bundle), 0 if (tp, pp) == saved_at else tolerance)
+        say(f"checkpoint {dtype} distributed={distributed} tp={tp} pp={pp} saved at {saved_at}")
 
 
 def compare(
@@ -267,6 +267,7 @@ def main() -> None:
     for dtype in ("fp32", "bf16"):
         for distributed in (True, False):
             check_checkpoint(work, distributed=distributed, dtype=dtype)
+    check_checkpoint(work, distributed=False, dtype="fp32", saved_at=(2, 1))
     check_before_first_step(work)
     check_errors_reach_every_rank(work)
     assert parallel_state.model_parallel_is_initialized() is False

@@ -56,8 +56,8 @@ def test_every_recipe_that_ships_resolves(name: str) -> None:
 
 
 def test_the_recipes_are_the_promised_ones() -> None:
-    """Four recipes ship."""
-    promised = {"quickstart", "quickstart-fast", "smollm2-arithmetic", "gsm8k-qwen3-0.6b-2gpu"}
+    """Five recipes ship."""
+    promised = {"quickstart", "quickstart-fast", "quickstart-sglang", "smollm2-arithmetic", "gsm8k-qwen3-0.6b-2gpu"}
     assert {one.name for one in shipped_recipes()} == promised
 
 
