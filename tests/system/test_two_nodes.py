@@ -22,7 +22,7 @@ from whole_run import ENVIRONMENT, SHORT, Census, Run, overrides
 
 from hybridasync.observability.process import ProcessId, terminate, wait_ended
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 INTERFACE = "ha-test"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -104,9 +104,9 @@ class Job:
         """Everything is up once the engines have the first weights."""
         events = self.run_dir / "events.jsonl"
         up = "publication.completed"
-        wait_for(lambda: self.agents[0].poll() is not None or (events.exists() and up in events.read_text()), 200)
+        wait_for(lambda: self.agents[0].poll() is not None or (events.exists() and up in events.read_text()), 300)
 
-    def finish(self, limit_s: float = 270) -> Run:
+    def finish(self, limit_s: float = 500) -> Run:
         """As the controller's node left it; its code is the first agent's. Nothing of the job lives afterwards."""
         try:
             codes = [agent.wait(max(1.0, self._started + limit_s - time.monotonic())) for agent in self.agents]

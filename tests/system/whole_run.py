@@ -110,7 +110,7 @@ def train(
     settings: Mapping[str, object],
     *options: str,
     recipe: str = "quickstart-fast",
-    limit_s: float = 240,
+    limit_s: float = 500,
 ) -> Run:
     """`hybridasync train` to its end, in the run directory `directory / run`."""
     command = [HYBRIDASYNC, "train", recipe, "--run-dir", str(directory / "run"), *options, *overrides(settings)]
