@@ -14,6 +14,7 @@ from hybridasync.config.recipes import recipe_directory, shipped_recipes
 from hybridasync_cli.resume_rollout import resume_rollout
 from hybridasync_cli.sglang import sglang
 from hybridasync_cli.show import errors_as_lines
+from hybridasync_cli.sim import sim
 from hybridasync_cli.train import TrainCommand, train
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ _PASS_ON: dict[str, Any] = {
 
 app.command("train", cls=TrainCommand)(train)
 app.command("resume-rollout")(resume_rollout)
+app.command("sim")(sim)
 app.add_typer(sglang)
 
 

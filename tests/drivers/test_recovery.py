@@ -293,6 +293,7 @@ async def test_an_engine_that_was_restarted_behind_our_back_gets_no_prompt() -> 
         await rig.nodes[0].control.recover(60.0)
         await rig.until(lambda: rig.engine(0).loaded == [1])
         await rig.until(lambda: rig.versions == [1, 1])
+        assert rig.engine(0).loaded == [1]
 
 
 @virtual

@@ -7,17 +7,20 @@ What can be done while the engines generate (the export) is done before the paus
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anyio
+from anyio.abc import TaskGroup
 
 from hybridasync.config.models import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
 from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed, Rejected
 from hybridasync.ports import Journal, MetricSink, Trainer
 from hybridasync.protocol.debts import Debts
+from hybridasync.protocol.delivery import may_have_happened
+from hybridasync.protocol.routing import Remedy
 from hybridasync.types import PauseMode, PublicationResult, WeightSnapshot
 
 END_ATTEMPTS = 3
@@ -38,6 +41,7 @@ class _Saga:
     verified: list[Engine] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # engine → what went wrong
     touched: set[str] = field(default_factory=set)  # engines whose weights may have changed
+    may_load_late: set[str] = field(default_factory=set)  # engines that may still change them, whatever is done now
     asked_at: float = 0.0
     paused_at: float = 0.0
     loaded_at: float = 0.0
@@ -128,12 +132,13 @@ class Publisher:
         with _marked(saga.engines):
             self._incur(saga.engines, saga.txn)
             try:
-                async with anyio.create_task_group() as tasks:
-                    for engine in saga.engines:
-                        tasks.start_soon(self._pause, engine, saga)
-                saga.paused_at = anyio.current_time()
-                async with self._leases_kept(saga):
+                async with anyio.create_task_group() as leases:
+                    async with anyio.create_task_group() as tasks:
+                        for engine in saga.engines:
+                            tasks.start_soon(self._pause, engine, saga, leases)
+                    saga.paused_at = anyio.current_time()
                     await self._load_and_verify(saga, snapshot)
+                    leases.cancel_scope.cancel()
             finally:
                 self._quarantine_doubtful(saga)
                 # Shielded: cancelled here, an engine would stay paused for ever.
@@ -150,7 +155,8 @@ class Publisher:
                 tasks.start_soon(self._verify, engine, saga, snapshot)
         saga.verified_at = anyio.current_time()
 
-    async def _pause(self, engine: Engine, saga: _Saga) -> None:
+    async def _pause(self, engine: Engine, saga: _Saga, leases: TaskGroup) -> None:
+        """Its lease is kept from the moment when it is paused: another engine's pause may take longer than a lease."""
         deadline = anyio.current_time() + self._settings.drain_timeout_s
         try:
             while True:
@@ -158,6 +164,7 @@ class Publisher:
                 with anyio.fail_after(self._settings.rollout_http_timeout, shield=True):
                     if await engine.sidecar.pause(saga.txn, saga.mode, self._settings.lease_s):
                         saga.paused.append(engine)
+                        leases.start_soon(self._keep_lease, engine, saga)
                         return
                 if anyio.current_time() > deadline:
                     saga.failures[engine.name] = f"not ready to pause within {self._settings.drain_timeout_s:g} s"
@@ -168,14 +175,6 @@ class Publisher:
             saga.failures[engine.name] = str(error)
         except (EngineError, TimeoutError) as error:
             saga.failures[engine.name] = f"pause: {error or 'no answer in time'}"
-
-    @asynccontextmanager
-    async def _leases_kept(self, saga: _Saga) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as tasks:
-            for engine in saga.paused:  # each by itself: one that hangs must not cost the others their lease
-                tasks.start_soon(self._keep_lease, engine, saga)
-            yield
-            tasks.cancel_scope.cancel()
 
     async def _keep_lease(self, engine: Engine, saga: _Saga) -> None:
         lease_s = self._settings.lease_s
@@ -194,6 +193,8 @@ class Publisher:
             await engine.server.update_weights(snapshot)
         except EngineError as error:
             saga.failures[engine.name] = f"load: {error}"
+            if may_have_happened(error):
+                saga.may_load_late.add(engine.name)
 
     async def _verify(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
         """Version and checksum read back; any doubt means torn (R55, U15)."""
@@ -221,7 +222,9 @@ class Publisher:
         for engine in saga.engines:
             if engine.name in saga.touched and engine.name not in verified:
                 reason = saga.failures.get(engine.name, "the swap was interrupted")
-                self._parts.fleet.quarantine(engine, reason, "publish")
+                # A load that was given up may be carried out later, onto better weights: only a new process is safe.
+                remedy: Remedy = "fence" if engine.name in saga.may_load_late else "publish"
+                self._parts.fleet.quarantine(engine, reason, remedy)
 
     def _readmit(self, saga: _Saga, version: int) -> None:
         for engine in saga.verified:
@@ -276,9 +279,20 @@ class Publisher:
             await engine.sidecar.fence()
         except EngineError as error:
             self._parts.sink.event("fence_failed", level="error", engine=engine.name, cause=str(error))
-        else:
-            self._settle(engine.name, saga.txn, "fenced")
-            self._parts.fleet.quarantine(engine, "fenced: its resume was never confirmed", "recover")
+            if engine.revive is None or not await self._revived(engine):
+                return
+        self._settle(engine.name, saga.txn, "fenced")
+        self._parts.fleet.quarantine(engine, "fenced: its resume was never confirmed", "recover")
+
+    async def _revived(self, engine: Engine) -> bool:
+        """A sidecar that is ours takes its engine along when it dies: the harshest fence."""
+        try:
+            if engine.revive is not None:
+                await engine.revive()
+        except (EngineError, OSError) as error:
+            self._parts.sink.event("revive_failed", level="error", engine=engine.name, cause=str(error))
+            return False
+        return True
 
     def _incur(self, engines: Sequence[Engine], txn: str) -> None:
         """Law 3: recorded, on disk, before the first byte leaves."""

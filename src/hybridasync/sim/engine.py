@@ -38,7 +38,7 @@ def checksums_of(version: int) -> dict[str, str]:
 class Speed:
     """Seconds of virtual time."""
 
-    token_s: float = 0.05
+    token_s: float = 0.15
     load_s: float = 0.3
     start_s: float = 5.0
 
@@ -50,6 +50,9 @@ class SimEngine:
         self.name = name
         self.paused = False
         self.frozen = False
+        self.pause_s = 0.0  # how long a pause takes to have its effect
+        self.drops = 0  # so many of the next updates leave a parameter out, and say nothing (C07)
+        self.tears = 0  # so many of the next updates end half-way with an error
         self.stopped = False  # SIGSTOP: connections are accepted, nothing answers
         self.alive = True
         self.died = anyio.Event()
@@ -86,6 +89,7 @@ class SimEngine:
     async def pause(self, mode: PauseMode) -> None:
         with self._call("pause"):
             await self._answering()
+            await anyio.sleep(self.pause_s)
             self.paused = True
             self.paused_since = anyio.current_time()
 
@@ -133,9 +137,16 @@ class SimEngine:
             await self._answering()
             if not self._snapshots(snapshot.path):
                 raise Rejected(self.name, "update_weights", 400, detail="no such folder")
-            for name, checksum in snapshot.checksums.items():
+            applied = dict(snapshot.checksums)
+            if self.drops:
+                self.drops -= 1
+                applied.pop("layer")
+            for name, checksum in applied.items():
                 await anyio.sleep(self._speed.load_s / len(snapshot.checksums))
                 self.weights[name] = checksum
+                if self.tears:
+                    self.tears -= 1
+                    raise OutcomeUnknown(self.name, "update_weights", "HTTP 500 out of memory")
             self.label = str(snapshot.version)
             self.loaded.append(snapshot.version)
 
@@ -154,14 +165,22 @@ class SimEngine:
     async def _complete(self, rid: str, params: SamplingParams) -> Completion:
         tokens: list[int] = []
         for _ in range(self._rng.randint(1, params.max_new_tokens)):
-            await self._answering()
-            while self.paused or self.frozen:
-                await self._changed.wait()
-            if rid in self._aborted:
-                raise Rejected(self.name, "generate", 400, detail="aborted")
-            await anyio.sleep(self._speed.token_s)
+            await self._decoded(rid)
             tokens.append(self._token())
         return Completion(tuple(tokens), (-0.5,) * len(tokens), _spans(tokens), "stop", self.name)
+
+    async def _decoded(self, rid: str) -> None:
+        """One step of the decoder; a pause throws away the one that it meets."""
+        while True:
+            await self._answering()
+            if rid in self._aborted:
+                raise Rejected(self.name, "generate", 400, detail="aborted")
+            if self.paused or self.frozen:
+                await self._changed.wait()
+                continue
+            await anyio.sleep(self._speed.token_s)
+            if not self.paused:
+                return
 
     def _token(self) -> int:
         version = int(self.weights[PARAMETERS[0]].partition("@")[2])

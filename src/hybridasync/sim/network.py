@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any, Literal, TypeVar
 
@@ -82,9 +83,20 @@ class Network:
         self._tasks = tasks
 
     async def call(
-        self, node: SimNode, operation: str, work: Callable[[], Awaitable[T]], *, timeout_s: float, life: Life
+        self,
+        node: SimNode,
+        operation: str,
+        work: Callable[[], Awaitable[T]],
+        *,
+        timeout_s: float,
+        life: Life,
+        attended: bool,
     ) -> T:
-        """One request. Raises NotSent, OutcomeUnknown, or what the server answers."""
+        """One request. Raises NotSent, OutcomeUnknown, or what the server answers.
+
+        An `attended` server stops, and compensates, when its client leaves, and may be called twice; the other kind
+        goes on.
+        """
         life.check()
         fault = self._weather.draw(node.name)
         await anyio.sleep(LATENCY_S)
@@ -95,20 +107,24 @@ class Network:
             await anyio.sleep(timeout_s)
             raise OutcomeUnknown(node.name, operation, "no answer")
         if fault == "late":
-            self._tasks.start_soon(self._later, node, work, self._weather.rng.uniform(0, LATE_S))
+            keep = Life() if attended else life
+            self._tasks.start_soon(
+                partial(self._later, node, work, delay_s=self._weather.rng.uniform(0, LATE_S), life=keep)
+            )
             raise OutcomeUnknown(node.name, operation, "connection reset")
-        if fault == "doubled":
-            self._tasks.start_soon(self._later, node, work, self._weather.rng.uniform(0, 1))
+        if fault == "doubled" and attended:
+            self._tasks.start_soon(partial(self._later, node, work, delay_s=self._weather.rng.uniform(0, 1), life=life))
         if fault == "slow":
             await anyio.sleep(self._weather.rng.uniform(0, SLOW_S))
-        result = await self._served(node, operation, work, timeout_s=timeout_s)
+        result = await self._served(node, operation, work, timeout_s=timeout_s, attended=attended)
         life.check()
         if fault == "reply_lost":
             raise OutcomeUnknown(node.name, operation, "connection reset")
         return result
 
-    async def _served(self, node: SimNode, operation: str, work: Callable[[], Awaitable[T]], *, timeout_s: float) -> T:
-        """As the sidecar's `_attended`: the server's work is cancelled, and compensates, when its client leaves."""
+    async def _served(
+        self, node: SimNode, operation: str, work: Callable[[], Awaitable[T]], *, timeout_s: float, attended: bool
+    ) -> T:
         scope, done = anyio.CancelScope(), anyio.Event()
         outcome: list[Any] = []
 
@@ -126,7 +142,8 @@ class Network:
             with anyio.move_on_after(timeout_s):
                 await done.wait()
         finally:
-            scope.cancel()
+            if attended:
+                scope.cancel()
         if not outcome or not node.up:
             raise OutcomeUnknown(node.name, operation, "no answer")
         good, value = outcome[0]
@@ -134,9 +151,10 @@ class Network:
             raise _answer(node.name, operation, value)
         return value  # type: ignore[no-any-return]
 
-    async def _later(self, node: SimNode, work: Callable[[], Awaitable[T]], delay_s: float) -> None:
+    async def _later(self, node: SimNode, work: Callable[[], Awaitable[T]], *, delay_s: float, life: Life) -> None:
+        """An engine drops what is left of a connection whose client's process has ended."""
         await anyio.sleep(delay_s)
-        if node.up:
+        if node.up and not life.dead:
             try:
                 await work()
             except (OperatingError, TimeoutError):
@@ -161,10 +179,10 @@ class SimSidecar:
     network: Network
     life: Life
     timeout_s: float
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.node.name
+    def __post_init__(self) -> None:
+        self.name = self.node.name
 
     async def status(self) -> SidecarStatus:
         return await self._call("status", lambda: self.node.control.status())
@@ -196,7 +214,7 @@ class SimSidecar:
                 raise OutcomeUnknown(self.name, operation, f"HTTP 502 {error}") from error
 
         limit = self.timeout_s if timeout_s is None else timeout_s
-        return await self.network.call(self.node, operation, answered, timeout_s=limit, life=self.life)
+        return await self.network.call(self.node, operation, answered, timeout_s=limit, life=self.life, attended=True)
 
 
 @dataclass(slots=True)
@@ -209,10 +227,10 @@ class SimServer:
     timeout_s: float
     request_timeout_s: float
     engine: SimEngine | None = None
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.node.name
+    def __post_init__(self) -> None:
+        self.name = self.node.name
 
     async def moved(self, base_url: str) -> None:
         self.engine = self.node.engine
@@ -253,4 +271,6 @@ class SimServer:
             await anyio.sleep(LATENCY_S)
             raise NotSent(self.name, operation, "connection refused")
         limit = self.timeout_s if timeout_s is None else timeout_s
-        return await self.network.call(self.node, operation, lambda: work(engine), timeout_s=limit, life=self.life)
+        return await self.network.call(
+            self.node, operation, lambda: work(engine), timeout_s=limit, life=self.life, attended=False
+        )

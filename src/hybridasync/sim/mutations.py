@@ -1,0 +1,143 @@
+"""Wrong versions of the code, each a mistake that was made somewhere. A proof that doesn't find them proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import anyio
+
+from hybridasync.drivers.fleet import Engine
+from hybridasync.drivers.publish import Publisher
+from hybridasync.errors import EngineError
+from hybridasync.protocol.debts import Debts
+from hybridasync.protocol.routing import EngineState, Remedy
+from hybridasync.protocol.transaction_id import TransactionId
+from hybridasync.protocol.transactions import TransactionMachine
+
+Replacement = tuple[type, str, Callable[..., Any]]
+
+
+async def _pause_abandoned(self: Any, engine: Engine, saga: Any, leases: Any) -> None:
+    """The pause may be cancelled after it was sent."""
+    try:
+        with anyio.fail_after(self._settings.rollout_http_timeout):
+            if await engine.sidecar.pause(saga.txn, saga.mode, self._settings.lease_s):
+                saga.paused.append(engine)
+    except (EngineError, TimeoutError) as error:
+        self._settle(engine.name, saga.txn, "not sent")
+        saga.failures[engine.name] = str(error)
+
+
+async def _pause_before_try(self: Any, saga: Any, snapshot: Any) -> None:
+    """The resume guards the swap only, not the pause."""
+    self._incur(saga.engines, saga.txn)
+    async with anyio.create_task_group() as leases:
+        async with anyio.create_task_group() as tasks:
+            for engine in saga.engines:
+                tasks.start_soon(self._pause, engine, saga, leases)
+        leases.cancel_scope.cancel()
+    try:
+        await self._load_and_verify(saga, snapshot)
+    finally:
+        await self._end_all(saga)
+
+
+async def _end_unshielded(self: Any, saga: Any, snapshot: Any) -> None:
+    """A cancellation reaches the compensation."""
+    self._incur(saga.engines, saga.txn)
+    try:
+        async with anyio.create_task_group() as leases:
+            async with anyio.create_task_group() as tasks:
+                for engine in saga.engines:
+                    tasks.start_soon(self._pause, engine, saga, leases)
+            await self._load_and_verify(saga, snapshot)
+            leases.cancel_scope.cancel()
+    finally:
+        self._quarantine_doubtful(saga)
+        await self._end_all(saga)
+
+
+def _entomb_nothing(self: Any, key: TransactionId | None, now: float) -> None:
+    """An end that overtakes its pause leaves no trace."""
+
+
+def _no_watermark(self: Any, key: TransactionId | None) -> bool:
+    return False
+
+
+def _complete_forgotten(self: Any, record: Any) -> None:
+    """A transaction that has ended is forgotten: its pause may come again."""
+    record.move("completed")
+    self._forget(record)
+
+
+def _incur_nothing(self: Any, engines: Sequence[Engine], txn: str) -> None:
+    """Debts are kept in memory alone."""
+    for engine in engines:
+        self._parts.debts.incur(engine.name, txn)
+
+
+async def _settle_first(self: Any, engine: Engine, txn: str) -> None:
+    """Struck off before it is acknowledged, and tried once."""
+    self._settle(engine.name, txn, "ended")
+    try:
+        await engine.sidecar.end(txn)
+    except EngineError:
+        return
+
+
+async def _verify_nothing(self: Any, engine: Engine, saga: Any, snapshot: Any) -> None:
+    """An answer of 200 is believed."""
+    saga.verified.append(engine)
+
+
+def _keep_doubtful(self: Any, saga: Any) -> None:
+    """An engine whose load failed goes on serving."""
+
+
+def _routes_to_all(self: EngineState, reason: str, remedy: Remedy | None = None) -> None:
+    """Quarantine in name only: prompts go on."""
+    self.reason = reason
+
+
+async def _bring_up_blindly(self: Any, engine: Engine) -> None:
+    """A new engine is routed to as it is."""
+    if self._latest is not None:
+        self._parts.fleet.readmit(engine, self._latest.version)
+
+
+MUTATIONS: Mapping[str, tuple[Replacement, ...]] = MappingProxyType(
+    {
+        "pause_before_try": ((Publisher, "_swap_under_pause", _pause_before_try),),
+        "resume_unshielded": ((Publisher, "_swap_under_pause", _end_unshielded),),
+        "pause_abandoned": ((Publisher, "_pause", _pause_abandoned),),
+        "no_tombstone": ((TransactionMachine, "_entomb", _entomb_nothing),),
+        "no_watermark": (
+            (TransactionMachine, "_superseded", _no_watermark),
+            (TransactionMachine, "_complete", _complete_forgotten),
+        ),
+        "journal_forgotten": ((Publisher, "_incur", _incur_nothing),),
+        "settle_before_acknowledgement": ((Publisher, "_end", _settle_first),),
+        "verify_nothing": ((Publisher, "_verify", _verify_nothing),),
+        "torn_goes_on": ((Publisher, "_quarantine_doubtful", _keep_doubtful),),
+        "quarantine_routes": ((EngineState, "quarantine", _routes_to_all),),
+        "readmit_unverified": ((Publisher, "bring_up", _bring_up_blindly),),
+        "debts_not_replayed": ((Debts, "owed", lambda self, txn=None: frozenset()),),
+    }
+)
+
+
+@contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """The code is wrong within the block. None: it is right."""
+    replaced = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in MUTATIONS.get(name or "", ())]
+    for owner, attribute, wrong in MUTATIONS.get(name or "", ()):
+        setattr(owner, attribute, wrong)
+    try:
+        yield
+    finally:
+        for owner, attribute, right in replaced:
+            setattr(owner, attribute, right)

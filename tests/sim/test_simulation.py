@@ -1,0 +1,81 @@
+"""The virtual world: no promise is broken in correct code, and wrong code is found."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from typer.testing import CliRunner
+
+from hybridasync.sim.mutations import MUTATIONS, mutated
+from hybridasync.sim.scenario import SCENARIOS, play
+from hybridasync_cli.main import app
+
+pytestmark = pytest.mark.slow
+
+SEEDS = 24
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("hybridasync.sidecar").setLevel(logging.CRITICAL)
+
+
+def test_no_seed_breaks_a_promise() -> None:
+    """Storms of faults, deaths, interruptions: every run finishes, pays its debts and trains on sound data."""
+    broken = {seed: outcome.violations for seed in range(SEEDS) if (outcome := play(seed)).violations}
+    assert not broken
+
+
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_each_kind_of_fault_alone(scenario: str) -> None:
+    """The scenarios of --scenario, some seeds of each."""
+    assert [play(seed, scenario).violations for seed in range(3)] == [()] * 3
+
+
+def test_the_same_seed_gives_the_same_history() -> None:
+    """Played twice, also after other seeds: equal traces, so that a failing seed can be replayed."""
+    first = play(3)
+    play(4)
+    assert play(3).trace == first.trace
+    assert play(4).digest != first.digest
+
+
+# Where to look, so that the gate is quick: the scenario (None: all faults) and the first seed to play.
+FOUND_AT: dict[str, tuple[str | None, int]] = {
+    "pause_before_try": (None, 3),
+    "resume_unshielded": (None, 3),
+    "pause_abandoned": (None, 0),
+    "no_tombstone": (None, 0),
+    "no_watermark": (None, 0),
+    "journal_forgotten": (None, 0),
+    "settle_before_acknowledgement": (None, 4),
+    "verify_nothing": ("updates", 4),
+    "torn_goes_on": ("updates", 3),
+    "quarantine_routes": (None, 5),
+    "readmit_unverified": (None, 5),
+    "debts_not_replayed": (None, 0),
+}
+
+
+def test_every_mutation_is_in_the_gate() -> None:
+    """A wrong version that no test plays proves nothing."""
+    assert set(FOUND_AT) == set(MUTATIONS)
+
+
+@pytest.mark.parametrize("name", list(FOUND_AT))
+def test_the_mutation_gate_finds_wrong_code(name: str) -> None:
+    """Pause before try, unshielded resume, abandoned pause and their kin: each breaks a promise that is checked."""
+    scenario, first = FOUND_AT[name]
+    with mutated(name):
+        assert any(play(seed, scenario).violations for seed in range(first, first + 12))
+
+
+def test_the_command_prints_the_seed_and_exits_1() -> None:
+    """--mutate in the command: exit 1, the seed to replay; without it exit 0; --list-mutations names them."""
+    runner = CliRunner()
+    assert runner.invoke(app, ["sim", "--seed", "2"]).exit_code == 0
+    wrong = runner.invoke(app, ["sim", "--seed", "0", "--mutate", "journal_forgotten"])
+    assert wrong.exit_code == 1 and "hybridasync sim --seed 0" in " ".join(wrong.output.split())
+    assert "resume_unshielded" in runner.invoke(app, ["sim", "--list-mutations"]).output
+    assert runner.invoke(app, ["sim", "--scenario", "nonsense"]).exit_code == 2
