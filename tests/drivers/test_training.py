@@ -282,6 +282,9 @@ async def test_kl_in_the_reward_moves_the_advantages() -> None:
     bench.sink.samples = samples  # type: ignore[method-assign]
     await bench.run()
     assert penalised == pytest.approx([-0.1, 0.9, -0.1, 0.9])
+    ((_, metrics),) = bench.sink.steps
+    assert metrics["kl_penalty"] == pytest.approx(0.1)
+    assert metrics["has_reference_forward"] == 1.0
 
 
 async def test_c28_a_resume_goes_on_where_it_was_and_versions_never_go_back() -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridasync.algorithms.assembly import to_train_samples
 from hybridasync.config.models import Config
+from hybridasync.observability import names
 from hybridasync.ports import Trainer
 from hybridasync.types import Group
+
+
+def kl_metrics(groups: Sequence[Group], coefficient: float) -> dict[str, float]:
+    """What the step reports of the penalty."""
+    values = [coefficient * sample.kl for group in groups for sample in group.samples]
+    return {names.KL_PENALTY: math.fsum(values) / max(1, len(values)), names.HAS_REFERENCE_FORWARD: 1.0}
 
 
 async def with_kl(groups: tuple[Group, ...], trainer: Trainer, config: Config) -> tuple[Group, ...]:

@@ -18,7 +18,7 @@ from hybridasync.config.models import Config
 from hybridasync.drivers.checkpointing import Checkpointing
 from hybridasync.drivers.evaluation import Evaluation
 from hybridasync.drivers.fleet import Fleet
-from hybridasync.drivers.klpenalty import with_kl
+from hybridasync.drivers.klpenalty import kl_metrics, with_kl
 from hybridasync.drivers.publish import Publisher
 from hybridasync.drivers.rollout import Rollout
 from hybridasync.drivers.stepmetrics import batch_metrics
@@ -180,7 +180,7 @@ class TrainingLoop:
             "samples_trained": float(self.samples_trained),
         }
         counts.clear()
-        return metrics | dict(result.metrics)
+        return metrics | dict(result.metrics) | (kl_metrics(groups, algorithm.kl_coef) if algorithm.kl_coef else {})
 
     async def _after(self, step: int) -> tuple[PublicationResult | None, str | None]:
         """Publication, evaluation and checkpoint of a finished step; then its slots are free.

@@ -60,6 +60,7 @@ EFFECTIVE_SAMPLE_SIZE = _metric("effective_sample_size", "policy", "(sum w)^2 / 
 REWARD_MEAN = _metric("reward_mean", "learning", "mean reward over the trained samples")
 REWARD_GROUP_MEAN = _metric("reward_group_mean", "learning", "mean over trained groups of the mean in the group")
 REWARD_GENERATED_MEAN = _metric("reward_generated_mean", "learning", "mean reward over all consumed samples")
+KL_PENALTY = _metric("kl_penalty", "learning", "mean KL penalty taken off the rewards (algorithm.kl_coef)")
 ACCURACY = _metric("accuracy", "learning", "share of all consumed samples that were correct")
 SAMPLES = _metric("samples", "rollout", "samples that the step consumed", unit="samples")
 RESPONSE_TOKENS = _metric("response_tokens", "rollout", "mean response length, all consumed samples", unit="tokens")
