@@ -74,3 +74,14 @@ def test_environment_that_is_no_good_is_a_mistake() -> None:
         Environment.read(TORCHRUN | {"WORLD_SIZE": "many"})
     with pytest.raises(ConfigError, match=r"num_workers \+ 1"):
         Environment.read(TORCHRUN | {"WORLD_SIZE": "1"})
+
+
+def test_an_outcome_reaches_the_launcher_from_a_full_disk(tmp_path: Path) -> None:
+    """Where no new file can be written, the code and the message's beginning go where room was reserved."""
+    outcome.reserve(tmp_path)
+    assert outcome.read(tmp_path) is None
+    (tmp_path / f"{outcome.FILE_NAME}.part").mkdir()  # in the way of the new file, as a full disk is
+    outcome.write(tmp_path, Outcome(1, "\U0001f4be" * 5000))
+    ended = outcome.read(tmp_path)
+    assert ended is not None and ended.code == 1 and set(ended.message) == {"\U0001f4be"}
+    assert (tmp_path / outcome.FILE_NAME).stat().st_size == outcome.RESERVED_BYTES

@@ -19,6 +19,7 @@ from hybridasync.config.models import Config
 from hybridasync.config.pipeline import Resolved
 from hybridasync.config.resolved import write_resolved
 from hybridasync.errors import ConfigError
+from hybridasync.observability.jsonl import complain
 from hybridasync.observability.process import (
     ProcessId,
     child_environment,
@@ -212,5 +213,4 @@ class _Start:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"hybridasync: {text}\n")
-    sys.stderr.flush()
+    complain(f"hybridasync: {text}")

@@ -5,6 +5,7 @@ Exit codes: 0 done · 1 failed · 2 the user's mistake · 3 an owed resume wasn'
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import traceback
@@ -16,6 +17,9 @@ from hybridasync.errors import CompensationFailed, ConfigError, HybridAsyncError
 from hybridasync.observability.summary import Status
 
 FILE_NAME = ".exit.json"
+RESERVED_BYTES = 4096
+_BYTES_PER_CHARACTER = 16
+"""At most 12 as JSON escapes; the rest is room for the other fields."""
 SIGNAL_EXIT = 128
 """A run ended by signal n exits with 128 + n, as shells do."""
 
@@ -44,11 +48,23 @@ def of_signal(number: int) -> Outcome:
     return Outcome(SIGNAL_EXIT + number, f"stopped by {signal.Signals(number).name}")
 
 
+def reserve(run_dir: Path) -> None:
+    """Begin without an outcome, but with room for one: the disk may be full by the end. Raises OSError."""
+    (run_dir / FILE_NAME).write_bytes(b" " * RESERVED_BYTES)
+
+
 def write(run_dir: Path, outcome: Outcome) -> None:
-    """Complete or not at all. Raises OSError."""
-    part = run_dir / f"{FILE_NAME}.part"
-    part.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-    part.replace(run_dir / FILE_NAME)
+    """Complete, or on a full disk into what was reserved, the message cut short. Raises OSError."""
+    part, final = run_dir / f"{FILE_NAME}.part", run_dir / FILE_NAME
+    try:
+        part.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+        part.replace(final)
+    except OSError:
+        short = Outcome(outcome.code, outcome.message[: RESERVED_BYTES // _BYTES_PER_CHARACTER])
+        with final.open("r+b") as file:
+            file.write(json.dumps(asdict(short)).encode().ljust(RESERVED_BYTES))
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def read(run_dir: Path) -> Outcome | None:

@@ -7,6 +7,7 @@ starts torchrun with this module on one machine; on several nodes torchrun (Slur
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import pkgutil
@@ -26,6 +27,7 @@ from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
 from hybridasync.config.recipes import recipe_name
 from hybridasync.errors import ConfigError
+from hybridasync.observability.jsonl import complain
 from hybridasync.observability.process import die_with_parent
 from hybridasync.runtime import lock, outcome
 from hybridasync.runtime.environment import Environment
@@ -75,7 +77,7 @@ def main(
     except ConfigError as error:
         # Every rank reads the same recipe and comes to the same end.
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"error: {error}\n")
+            complain(f"error: {error}")
         leave(error.exit_code)
     run_dir = arguments.run_dir or (Path(config.run.dir) if config.run.dir else None)
     if place.rank == 0:
@@ -92,7 +94,7 @@ def _control(start: Callable[[], Awaitable[Outcome]], run_dir: Path) -> int:
     die_with_parent(signal.SIGTERM)  # the way to the compensation that the launcher's own signal would take
     try:
         with lock.hold(run_dir):
-            outcome.clear(run_dir)
+            outcome.reserve(run_dir)
             ended = _run(start)
             outcome.write(run_dir, ended)
     except ConfigError as error:  # it belongs to another run: nothing there may be touched
@@ -100,7 +102,7 @@ def _control(start: Callable[[], Awaitable[Outcome]], run_dir: Path) -> int:
     except OSError as error:
         ended = Outcome(1, f"can't write to {run_dir}: {error}")
     if ended.message:
-        sys.stderr.write(f"error: {ended.message}\n")
+        complain(f"error: {ended.message}")
     return ended.code
 
 
@@ -115,7 +117,8 @@ def leave(code: int) -> NoReturn:
     """Exit without waiting for RPC's threads, which may be wedged."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError):  # a full disk under the log, or nobody at the other end
+            stream.flush()
     os._exit(code)
 
 

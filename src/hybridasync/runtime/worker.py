@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hybridasync.config.models import Config, NetworkSection
 from hybridasync.errors import ConfigError
+from hybridasync.observability.jsonl import complain
 from hybridasync.observability.process import die_with_parent, end_own_group
 from hybridasync.runtime.environment import Environment
 from hybridasync.runtime.interface import check_interface
@@ -76,7 +77,7 @@ def serve_worker(
         _join(member, endpoint)
     except Exception as error:  # noqa: BLE001  # told to the controller and then turned into an exit code
         rpc_endpoint.report_failed(member, error)
-        sys.stderr.write(f"worker rank {place.rank} can't join: {error}\n")
+        complain(f"worker rank {place.rank} can't join: {error}")
         time.sleep(_TELL_S)
         return error.exit_code if isinstance(error, ConfigError) else 1
     _serve(member, endpoint, place, factory=factory or _megatron_worker)

@@ -32,6 +32,7 @@ from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hybridasync import errors
+from hybridasync.observability.jsonl import complain
 from hybridasync.observability.process import end_own_group
 
 CONTROLLER = "controller"
@@ -281,7 +282,7 @@ class Endpoint:
             return success(operations[call.name](*pickle.loads(call.payload)), rank=self.rank)
         except BaseException as error:  # noqa: BLE001  # SystemExit too: the controller waits for an answer
             answer = failure(error, rank=self.rank)
-            sys.stderr.write(answer["traceback"])  # into the log: the controller shows it only where it's a surprise
+            complain(answer["traceback"])  # into the log: the controller shows it only where it's a surprise
             return answer
 
 
@@ -334,7 +335,6 @@ def abandon(reason: str) -> NoReturn:
 
 def leave(reason: str, *, code: int = LOST_CONTROLLER_EXIT_CODE) -> NoReturn:
     """End the process and its children, from any thread."""
-    sys.stderr.write(f"worker ends: {reason}\n")
-    sys.stderr.flush()
+    complain(f"worker ends: {reason}")
     end_own_group()
     os._exit(code)
