@@ -1,0 +1,51 @@
+"""Whole runs that are killed and resumed, and one that goes on from another's checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tools.killed_runs import command, run
+
+pytestmark = pytest.mark.slow
+
+TOOL = Path(__file__).parents[1] / "tools" / "killed_runs.py"
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_r116_a_killed_run_is_trained_on_the_same_prompts(tmp_path: Path) -> None:
+    """R116, R115, C28: a SIGKILL at a random moment: prompts, sizes, versions and lags as without them."""
+    chosen = ["--runs", "1", "--kills", "1", "--seed", "3", "--folder", str(tmp_path / "killed")]
+    smaller = ["--set", "rollout.num_rollout=4"]
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *chosen, *smaller], capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 runs equal" in done.stdout
+
+
+def test_r30_kept_weights_and_a_start_from_another_runs_checkpoint(tmp_path: Path) -> None:
+    """R30, R34: interval 2 with keep_old_actor and a KL penalty trains; another run goes on at its last step."""
+    first = [
+        "rollout.num_rollout=2",
+        "rollout.max_staleness=0",
+        "publication.update_weights_interval=2",
+        "algorithm.use_tis=false",
+        "algorithm.keep_old_actor=true",
+        "algorithm.kl_coef=0.05",
+        "model.ref_load={prepared}/model",
+    ]
+    run(command("quickstart-fast", tmp_path / "first", first, resume=False), tmp_path / "first.log")
+    rows = metrics(tmp_path / "first")
+    assert [row["ratio_max"] == 1.0 for row in rows] == [True, False]
+    assert [row["has_reference_forward"] for row in rows] == [1.0, 1.0]
+    second = ["rollout.num_rollout=3", f"model.load={tmp_path / 'first' / 'checkpoints'}"]
+    run(command("quickstart-fast", tmp_path / "second", second, resume=False), tmp_path / "second.log")
+    assert [(row["step"], row["weight_version"]) for row in metrics(tmp_path / "second")] == [(2, 3.0)]
