@@ -185,6 +185,7 @@ class PublicationResult:
     step: int | None  # the step that caused it; None for the initial one
     engines: tuple[str, ...]  # verified at `version`
     prepare_s: float
+    drain_s: float  # requests in flight were let finish before the pause was asked for
     wait_s: float  # from asking for the pause until all were paused
     transfer_s: float
     verify_s: float

@@ -187,7 +187,7 @@ def test_a_full_disk_stops_no_sink(tmp_path: Path) -> None:
         sinks.step(step, {"loss": 1.0})
         sinks.samples(step, [group(step, (1.0,))], {})
         sinks.evaluation(evaluation(step))
-    sinks.publication(PublicationResult(1, 0, ("e0",), 0.1, 0, 0, 0, 0, 0.01, 10))
+    sinks.publication(PublicationResult(1, 0, ("e0",), 0.1, 0, 0, 0, 0, 0, 0.01, 10))
     sinks.close()
     assert sinks.lost >= 12
     for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "tensorboard", "metrics.prom"):

@@ -85,6 +85,7 @@ class Publisher:
         async with self._lock:
             started = anyio.current_time()
             snapshot = await self._parts.trainer.export_weights(version, path)
+            exported = anyio.current_time()
             with self._parts.fleet.held():
                 await self._drain(version)
                 present = tuple(engine for engine in self._parts.fleet.engines if not engine.state.absent)
@@ -92,7 +93,7 @@ class Publisher:
                 self._latest = snapshot
                 await self._swap_under_pause(saga, snapshot)
                 self._readmit(saga, version)
-            result = _result(saga, snapshot, step=step, prepare_s=saga.asked_at - started)
+            result = _result(saga, snapshot, step=step, started=started, exported=exported)
             self._parts.sink.publication(result)
             if not saga.verified:
                 details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items()) or "no engine is up"
@@ -325,12 +326,15 @@ def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
     return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 
 
-def _result(saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, prepare_s: float) -> PublicationResult:
+def _result(
+    saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, started: float, exported: float
+) -> PublicationResult:
     return PublicationResult(
         version=snapshot.version,
         step=step,
         engines=tuple(engine.name for engine in saga.verified),
-        prepare_s=prepare_s,
+        prepare_s=exported - started,
+        drain_s=saga.asked_at - exported,
         wait_s=max(0.0, saga.paused_at - saga.asked_at),
         transfer_s=max(0.0, saga.loaded_at - saga.paused_at),
         verify_s=max(0.0, saga.verified_at - saga.loaded_at),

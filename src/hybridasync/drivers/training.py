@@ -92,7 +92,7 @@ class TrainingLoop:
         self.step = self.version = step + 1
         publication, saved = await self._after(step)
         metrics |= {
-            "train_wait_s": waited,
+            "train_wait_s": waited + (publication.drain_s if publication else 0.0),
             "engine_idle_s": self._parts.fleet.take_idle_s(),
             "publish_s": publication.prepare_s + publication.pause_s if publication else 0.0,
             "pause_ms": 1000 * publication.pause_s if publication else 0.0,

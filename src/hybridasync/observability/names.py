@@ -78,7 +78,9 @@ SAMPLES_S = _metric("samples_s", "rollout", "consumed samples by end-to-end step
 STEP_S = _metric("step_s", "time", "end-to-end step time, with waiting, publication and checkpoint", unit="s")
 FRAMEWORK_S = _metric("framework_s", "time", "step time without publication and evaluation", unit="s")
 TRAIN_S = _metric("train_s", "time", "time of the training step on the workers", unit="s")
-TRAIN_WAIT_S = _metric("train_wait_s", "time", "time that the workers waited for a complete batch", unit="s")
+TRAIN_WAIT_S = _metric(
+    "train_wait_s", "time", "time that the workers waited for samples: a complete batch, or engines to drain", unit="s"
+)
 ENGINE_IDLE_S = _metric(
     "engine_idle_s", "time", "time without a request at the engines, mean over the engines", unit="s"
 )
