@@ -58,7 +58,7 @@ async def test_abort_stops_every_sample_of_a_group(server: SglangServer) -> None
 
     async def stop() -> None:
         async def running() -> bool:
-            return await server.in_flight() == LONG.n
+            return await server.in_flight() > 0  # one of them may have met its stop id already
 
         await until(running)
         await server.abort("long")

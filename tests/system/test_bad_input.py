@@ -143,8 +143,8 @@ def test_c54_prompts_beyond_the_context_are_filtered_with_a_count(made: Path, tm
     file = tmp_path / "data.jsonl"
     rows = [{"prompt": text, "label": "1"} for text in ("sort 1=", "sort 2=", "1" * 500)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    notes = read_inputs(config(made, f"data.prompt_data={file}"), tmp_path / "run").notes
-    assert "3 prompts loaded" in notes[0] and "1 filtered (longer than 127 tokens), 2 left" in notes[0]
+    notes = "\n".join(read_inputs(config(made, f"data.prompt_data={file}"), tmp_path / "run").notes)
+    assert "3 prompts loaded" in notes and "1 filtered (longer than 127 tokens), 2 left" in notes
 
 
 def test_a_directory_of_a_live_run_is_refused(made: Path, tmp_path: Path) -> None:

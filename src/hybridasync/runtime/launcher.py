@@ -154,7 +154,9 @@ class _Start:
         for number in tuple(self._received):
             if number not in self._passed_on:
                 self._passed_on.add(number)
-                agent.send_signal(number)
+                # Before there is a controller to receive it, Python would answer SIGINT with an import's traceback.
+                starting = number == signal.SIGINT and self._controller is None
+                agent.send_signal(signal.SIGTERM if starting else number)
                 self._set_limit(now + _STOP_S)
         repeated = len(self._received) - len(self._passed_on)
         if repeated > 0:
