@@ -119,14 +119,14 @@ async def test_c05_no_prefix_of_old_weights_survives(target: Target, server: Sgl
 
 
 async def test_c13_beyond_the_context_is_a_refusal(server: SglangServer) -> None:
-    """C13: 400, for a group as for one sample; what leaves the tokens that SGLang reserves is served."""
+    """C13: 400, for a group as for one sample; what leaves one token beside those that SGLang reserves is served."""
     for n in (1, 2):
         for length, tokens in ((CONTEXT, 1), (CONTEXT - 4, 5)):
             with pytest.raises(Rejected) as raised:
                 await server.generate(f"r{n}", [5] * length, SamplingParams(max_new_tokens=tokens, n=n))
             assert raised.value.status == 400
     longest = SamplingParams(max_new_tokens=4, temperature=1.0)
-    (whole,) = await server.generate("whole", [5] * (CONTEXT - RESERVED_TOKENS), longest)
+    (whole,) = await server.generate("whole", [5] * (CONTEXT - RESERVED_TOKENS - 1), longest)
     assert len(whole.output_ids) == 4 or whole.finish_reason == "stop"
 
 

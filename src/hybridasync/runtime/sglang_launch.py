@@ -30,7 +30,7 @@ CPU_ARGUMENTS = (
 )
 
 RESERVED_TOKENS = 6
-"""SGLang refuses a prompt that leaves less of the context than this, as a continued sample's may."""
+"""SGLang refuses a prompt that leaves no more of the context than this, as a continued sample's may."""
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
