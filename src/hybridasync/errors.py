@@ -128,17 +128,17 @@ class LocalProtocolError(Exception):
 
 def leading_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one error of a group that says what happened; the others become notes on it."""
-    leaves = sorted(_leaves(group), key=_weight)
-    leading = leaves[0]
-    for other in leaves[1:]:
+    leading, *others = sorted(leaves(group), key=_weight)
+    for other in others:
         if isinstance(other, Exception) and str(other) != str(leading):
             leading.add_note(f"also: {type(other).__name__}: {other}")
     return leading
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaves(error: BaseException) -> list[BaseException]:
+    """The errors inside of a group, however deep, in their order; of any other error itself."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+        return [leaf for part in error.exceptions for leaf in leaves(part)]
     return [error]
 
 

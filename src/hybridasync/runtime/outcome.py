@@ -9,11 +9,10 @@ import contextlib
 import json
 import signal
 import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hybridasync.errors import CompensationFailed, ConfigError, HybridAsyncError
+from hybridasync.errors import CompensationFailed, ConfigError, HybridAsyncError, leaves
 from hybridasync.observability.summary import Status
 
 FILE_NAME = ".exit.json"
@@ -81,19 +80,11 @@ def clear(run_dir: Path) -> None:
 
 def of_error(error: BaseException) -> Outcome:
     """The worst of an error's leaves decides. Only what nobody foresaw is shown with its traceback."""
-    leaves = list(_leaves(error))
+    found = leaves(error)
     for kind in (CompensationFailed, ConfigError, HybridAsyncError):
-        for leaf in leaves:
+        for leaf in found:
             if isinstance(leaf, kind):
                 return Outcome(leaf.exit_code, "\n".join([str(leaf), *getattr(leaf, "__notes__", ())]))
-    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
         return Outcome(130, "interrupted")
     return Outcome(1, "".join(traceback.format_exception(error)))
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

@@ -13,7 +13,7 @@ from random import Random
 import anyio
 
 from hybridasync.config.models import Config
-from hybridasync.errors import HybridAsyncError
+from hybridasync.errors import HybridAsyncError, leaves
 from hybridasync.sim.controller import Controller, Disk, World
 from hybridasync.sim.engine import Speed
 from hybridasync.sim.network import FAULTS, ControllerKilled, Fault, Network, Weather
@@ -181,7 +181,7 @@ class Story:
             await anyio.sleep(2.0)
 
     def _account(self, error: BaseException, *, last: bool) -> None:
-        for leaf in _leaves(error):
+        for leaf in leaves(error):
             self.record.note(f"ended by {type(leaf).__name__}: {leaf}")
             if not isinstance(leaf, HybridAsyncError | ControllerKilled | TimeoutError):
                 self.record.violated(f"a bug: {type(leaf).__name__}: {leaf}")
@@ -314,12 +314,6 @@ def play(seed: int, scenario: str | None = None) -> Outcome:
     record = story.record
     digest = hashlib.sha256("\n".join(record.trace).encode()).hexdigest()[:16]
     return Outcome(seed, tuple(record.violations), tuple(record.trace), digest, story.starts, ended[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for part in error.exceptions for leaf in _leaves(part)]
-    return [error]
 
 
 Play = Callable[[int, str | None], Outcome]
