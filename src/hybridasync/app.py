@@ -44,6 +44,7 @@ from hybridasync.drivers.publish import Publisher, PublishParts
 from hybridasync.drivers.recovery import Recovery
 from hybridasync.drivers.rollout import Rollout, RolloutParts
 from hybridasync.drivers.training import LoopParts, Step, TrainingLoop
+from hybridasync.drivers.transfer import DiskTransfer
 from hybridasync.drivers.warmstart import warm_start
 from hybridasync.errors import LocalProtocolError, leading_cause
 from hybridasync.observability.heap import settled_heap
@@ -246,7 +247,7 @@ class Run:
         )
         publisher = Publisher(
             config.publication,
-            PublishParts(fleet, trainer, JournalFile(self.run_dir / "journal.jsonl"), Debts(), self.sink),
+            PublishParts(fleet, DiskTransfer(trainer), JournalFile(self.run_dir / "journal.jsonl"), Debts(), self.sink),
             session=uuid4().hex,
             mode=config.publication.pause_mode or "retract",
         )

@@ -20,6 +20,7 @@ from kit import (
 from hybridasync.config.models import PublicationSection
 from hybridasync.drivers.fleet import Fleet
 from hybridasync.drivers.publish import Publisher, PublishParts
+from hybridasync.drivers.transfer import DiskTransfer
 from hybridasync.errors import CompensationFailed, NotSent, OutcomeUnknown, PublicationFailed, Rejected
 from hybridasync.protocol.debts import Debts
 
@@ -33,7 +34,7 @@ class Saga:
         self.fleet, self.servers, self.sidecars = make_fleet(self.world, count)
         self.journal, self.debts, self.sink = MemoryJournal(), Debts(), RecordingSink()
         settings = PublicationSection(resume_budget_s=0.3, rollout_http_timeout=0.2, on_ambiguous_pause=policy)
-        parts = PublishParts(self.fleet, FakeTrainer(), self.journal, self.debts, self.sink)  # type: ignore[arg-type]
+        parts = PublishParts(self.fleet, DiskTransfer(FakeTrainer()), self.journal, self.debts, self.sink)  # type: ignore[arg-type]
         self.publisher = Publisher(settings, parts, session="0" * 32, mode="retract")
 
     async def publish(self, version: int = 1) -> object:

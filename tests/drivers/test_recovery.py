@@ -18,6 +18,7 @@ from hybridasync.drivers.generation import GroupRequest, generate_group
 from hybridasync.drivers.health import Health
 from hybridasync.drivers.publish import Publisher, PublishParts
 from hybridasync.drivers.recovery import Recovery
+from hybridasync.drivers.transfer import DiskTransfer
 from hybridasync.errors import EngineError, PublicationFailed
 from hybridasync.protocol.debts import Debts
 from hybridasync.sim.engine import SimEngine, Speed, checksums_of, token_of
@@ -59,7 +60,7 @@ class Rollouts:
         sidecars = [SimSidecar(node, network, life, CONTROL_S) for node in self.nodes]
         self.fleet = Fleet([Engine(s, c) for s, c in zip(self.servers, sidecars, strict=True)])
         self.sink, self.debts, self.journal = RecordingSink(), Debts(), MemoryJournal()
-        parts = PublishParts(self.fleet, Trainer(), self.journal, self.debts, self.sink)  # type: ignore[arg-type]
+        parts = PublishParts(self.fleet, DiskTransfer(Trainer()), self.journal, self.debts, self.sink)  # type: ignore[arg-type]
         publication = PublicationSection(rollout_http_timeout=CONTROL_S, drain_timeout_s=60.0)
         self.publisher = Publisher(publication, parts, session="0" * 32, mode="retract")
         self.health = Health(self.settings, self.fleet, self.sink)

@@ -22,6 +22,7 @@ from hybridasync.drivers.generation import Limits
 from hybridasync.drivers.publish import Publisher, PublishParts
 from hybridasync.drivers.rollout import Rollout, RolloutParts
 from hybridasync.drivers.training import LoopParts, TrainingLoop
+from hybridasync.drivers.transfer import DiskTransfer
 from hybridasync.errors import CheckpointError, NotSent, Rejected
 from hybridasync.protocol.debts import Debts
 from hybridasync.protocol.ledger import RolloutLedger
@@ -141,7 +142,7 @@ class Bench:
             batch_size=2, max_staleness=config.rollout.max_staleness, num_rollout=self.schedule.num_rollout
         )
         rollout = Rollout(config, ledger, RolloutParts(self.fleet, self.source, reward, Tokens(), self.sink, limits))  # type: ignore[arg-type]
-        publish = PublishParts(self.fleet, self.trainer, MemoryJournal(), Debts(), self.sink)  # type: ignore[arg-type]
+        publish = PublishParts(self.fleet, DiskTransfer(self.trainer), MemoryJournal(), Debts(), self.sink)  # type: ignore[arg-type]
         publisher = Publisher(config.publication, publish, session="0" * 32, mode="drain")
         evaluation = None
         async with anyio.create_task_group() as work:

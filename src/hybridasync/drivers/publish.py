@@ -1,8 +1,8 @@
 """The publication saga: pause, swap, verify, resume. Each pause that may have happened is followed by a resume.
 
-    export ─▶ hold the gate ─▶ incur debts ─▶ pause all ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit or quarantine
+    export, stage ─▶ hold gate ─▶ incur debts ─▶ pause all ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit or not
 
-What can be done while the engines generate (the export) is done before the pause.
+What can be done while the engines generate (export, stage) is done before the pause; `transfer.py` has how.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from anyio.abc import TaskGroup
 
 from hybridasync.config.models import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
+from hybridasync.drivers.transfer import Transfer
 from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed, Rejected
-from hybridasync.ports import Journal, MetricSink, Trainer
+from hybridasync.ports import Journal, MetricSink
 from hybridasync.protocol.debts import Debts
 from hybridasync.protocol.delivery import may_have_happened
 from hybridasync.protocol.routing import Remedy
@@ -54,7 +55,7 @@ class PublishParts:
     """What the saga works with; all of it is owned by `app.py`."""
 
     fleet: Fleet
-    trainer: Trainer
+    transfer: Transfer
     journal: Journal
     debts: Debts
     sink: MetricSink
@@ -84,16 +85,16 @@ class Publisher:
         """
         async with self._lock:
             started = anyio.current_time()
-            snapshot = await self._parts.trainer.export_weights(version, path)
-            exported = anyio.current_time()
+            snapshot = await self._parts.transfer.export(version, path)
+            await self._parts.transfer.stage(self._present(), snapshot)
+            prepared = anyio.current_time()
             with self._parts.fleet.held():
                 await self._drain(version)
-                present = tuple(engine for engine in self._parts.fleet.engines if not engine.state.absent)
-                saga = self._begin(present, self._mode)
+                saga = self._begin(self._present(), self._mode)
                 self._latest = snapshot
                 await self._swap_under_pause(saga, snapshot)
                 self._readmit(saga, version)
-            result = _result(saga, snapshot, step=step, started=started, exported=exported)
+            result = _result(saga, snapshot, step=step, started=started, prepared=prepared)
             self._parts.sink.publication(result)
             if not saga.verified:
                 details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items()) or "no engine is up"
@@ -115,6 +116,9 @@ class Publisher:
             if not saga.verified:
                 detail = saga.failures.get(engine.name, "")
                 raise PublicationFailed(snapshot.version, [], [engine.name], detail=detail)
+
+    def _present(self) -> tuple[Engine, ...]:
+        return tuple(engine for engine in self._parts.fleet.engines if not engine.state.absent)
 
     def _begin(self, engines: tuple[Engine, ...], mode: PauseMode) -> _Saga:
         return _Saga(self._next_txn(), engines, mode, asked_at=anyio.current_time())
@@ -147,9 +151,11 @@ class Publisher:
                     await self._end_all(saga)
 
     async def _load_and_verify(self, saga: _Saga, snapshot: WeightSnapshot) -> None:
-        async with anyio.create_task_group() as tasks:
-            for engine in saga.paused:
-                tasks.start_soon(self._load, engine, saga, snapshot)
+        saga.touched.update(engine.name for engine in saga.paused)
+        for name, error in (await self._parts.transfer.load(tuple(saga.paused), snapshot)).items():
+            saga.failures[name] = f"load: {error}"
+            if may_have_happened(error):
+                saga.may_load_late.add(name)
         saga.loaded_at = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             for engine in [e for e in saga.paused if e.name not in saga.failures]:
@@ -187,15 +193,6 @@ class Publisher:
             except (EngineError, TimeoutError) as error:
                 # Not fatal yet: the next renewal may pass, and `_verify` ends with one.
                 self._parts.sink.event("lease_renewal_failed", level="warning", engine=engine.name, cause=str(error))
-
-    async def _load(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
-        saga.touched.add(engine.name)
-        try:
-            await engine.server.update_weights(snapshot)
-        except EngineError as error:
-            saga.failures[engine.name] = f"load: {error}"
-            if may_have_happened(error):
-                saga.may_load_late.add(engine.name)
 
     async def _verify(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
         """Version and checksum read back; any doubt means torn (R55, U15)."""
@@ -327,14 +324,14 @@ def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
 
 
 def _result(
-    saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, started: float, exported: float
+    saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, started: float, prepared: float
 ) -> PublicationResult:
     return PublicationResult(
         version=snapshot.version,
         step=step,
         engines=tuple(engine.name for engine in saga.verified),
-        prepare_s=exported - started,
-        drain_s=saga.asked_at - exported,
+        prepare_s=prepared - started,
+        drain_s=saga.asked_at - prepared,
         wait_s=max(0.0, saga.paused_at - saga.asked_at),
         transfer_s=max(0.0, saga.loaded_at - saga.paused_at),
         verify_s=max(0.0, saga.verified_at - saga.loaded_at),

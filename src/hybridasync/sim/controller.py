@@ -21,6 +21,7 @@ from hybridasync.drivers.recovery import Recovery
 from hybridasync.drivers.resume_rollout import Orders, resume_engines
 from hybridasync.drivers.rollout import Rollout, RolloutParts
 from hybridasync.drivers.training import LoopParts, TrainingLoop
+from hybridasync.drivers.transfer import DiskTransfer
 from hybridasync.errors import CompensationFailed, EngineError, OperatingError, WorkerLost
 from hybridasync.protocol.debts import INCURRED, Debt, Debts, must_be_durable
 from hybridasync.protocol.ledger import RolloutLedger
@@ -304,7 +305,7 @@ class Controller:
         journal = SimJournal(world.disk, self._life)
         publisher = Publisher(
             config.publication,
-            PublishParts(fleet, trainer, journal, debts, world.record),
+            PublishParts(fleet, DiskTransfer(trainer), journal, debts, world.record),
             session=self._session,
             mode=config.publication.pause_mode or "retract",
         )

@@ -1,0 +1,59 @@
+"""How weights get from the trainer to the engines: the part of a publication that differs by transport.
+
+export ─▶ stage   (engines generate)   ─▶   load   (engines paused)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import anyio
+
+from hybridasync.drivers.fleet import Engine
+from hybridasync.errors import EngineError
+from hybridasync.ports import Trainer
+from hybridasync.types import WeightSnapshot
+
+
+class Transfer(Protocol):
+    """One way of bringing weights to engines. Whatever it does, the saga verifies version and checksums afterwards."""
+
+    async def export(self, version: int, path: str) -> WeightSnapshot:
+        """Take the trainer's weights as `version`, by way of the folder `path` where files are needed."""
+        ...
+
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
+        """What can be done while the engines generate. An engine for which it fails is loaded in full later."""
+        ...
+
+    async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
+        """Bring the weights into effect on paused engines; the failures by engine, one not holding up another."""
+        ...
+
+
+class DiskTransfer:
+    """A versioned snapshot in shared memory or a shared folder, read by each engine (`/update_weights_from_disk`)."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    async def export(self, version: int, path: str) -> WeightSnapshot:
+        return await self._trainer.export_weights(version, path)
+
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
+        """Nothing: SGLang reads and installs in one call."""
+
+    async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
+        failures: dict[str, EngineError] = {}
+
+        async def load(engine: Engine) -> None:
+            try:
+                await engine.server.update_weights(snapshot)
+            except EngineError as error:
+                failures[engine.name] = error
+
+        async with anyio.create_task_group() as tasks:
+            for engine in engines:
+                tasks.start_soon(load, engine)
+        return failures
