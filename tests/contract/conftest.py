@@ -30,13 +30,14 @@ from hybridasync.runtime.sglang_launch import launch_command, launch_environment
 
 KINDS = ("embedded", "sglang", "fake")
 PYTHON_VARIABLE = "HYBRIDASYNC_SGLANG_PYTHON"
-NO_SGLANG = f"no real SGLang: set {PYTHON_VARIABLE} to the interpreter of its environment (tox -e sglang does)"
+NO_SGLANG = f"no real SGLang: set {PYTHON_VARIABLE} to the interpreter of its environment (tests/run.sh does)"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "target" in metafunc.fixturenames:
         kinds = getattr(metafunc.module, "TARGETS", ("embedded", "sglang"))
-        metafunc.parametrize("target", kinds, indirect=True, scope="session")
+        marked = [pytest.param(kind, marks=pytest.mark.sglang) if kind == "sglang" else kind for kind in kinds]
+        metafunc.parametrize("target", marked, indirect=True, scope="session")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -28,8 +28,9 @@ from hybridasync.weights.snapshot import read_tensors
 PYTHON = os.environ.get("HYBRIDASYNC_SGLANG_PYTHON")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.sglang,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON, reason="no real SGLang: set HYBRIDASYNC_SGLANG_PYTHON (tox -e sglang does)"),
+    pytest.mark.skipif(not PYTHON, reason="no real SGLang: set HYBRIDASYNC_SGLANG_PYTHON (tests/run.sh does)"),
 ]
 START_S = 480.0
 """Half a minute alone; ranks that start beside other work on two cores took five."""
