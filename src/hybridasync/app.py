@@ -247,7 +247,14 @@ class Run:
         )
         publisher = Publisher(
             config.publication,
-            PublishParts(fleet, DiskTransfer(trainer), JournalFile(self.run_dir / "journal.jsonl"), Debts(), self.sink),
+            PublishParts(
+                fleet,
+                trainer,
+                DiskTransfer(trainer),
+                journal=JournalFile(self.run_dir / "journal.jsonl"),
+                debts=Debts(),
+                sink=self.sink,
+            ),
             session=uuid4().hex,
             mode=config.publication.pause_mode or "retract",
         )

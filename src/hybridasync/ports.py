@@ -106,8 +106,12 @@ class Trainer(Protocol):
         """Write the weights as a Hugging Face directory, complete or not at all."""
         ...
 
-    async def keep_weights(self, version: int) -> None:
-        """Keep a copy of the weights, which were just published as `version` (`algorithm.keep_old_actor`)."""
+    async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
+        """Tell every worker what became of the publication of `version`: engines serve it, or it never happened.
+
+        `epoch` grows with each decision; an older one is refused. A worker that doesn't answer in time is taken for
+        lost, and its process ended, so that no other one waits for it. Bounded without a deadline of the caller's.
+        """
         ...
 
     async def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:

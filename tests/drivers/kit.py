@@ -143,6 +143,12 @@ class FakeServer:
 class FakeTrainer:
     """Exports instantly; log-probs are what the samples say."""
 
+    def __init__(self) -> None:
+        self.decisions: list[tuple[int, int, bool]] = []  # epoch, version, commit
+
+    async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
+        self.decisions.append((epoch, version, commit))
+
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
         return WeightSnapshot(version, path, CHECKSUMS, 8, 0.0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import anyio.lowlevel
 import pytest
@@ -34,7 +36,9 @@ class Saga:
         self.fleet, self.servers, self.sidecars = make_fleet(self.world, count)
         self.journal, self.debts, self.sink = MemoryJournal(), Debts(), RecordingSink()
         settings = PublicationSection(resume_budget_s=0.3, rollout_http_timeout=0.2, on_ambiguous_pause=policy)
-        parts = PublishParts(self.fleet, DiskTransfer(FakeTrainer()), self.journal, self.debts, self.sink)  # type: ignore[arg-type]
+        self.trainer: Any = FakeTrainer()
+        transfer = DiskTransfer(self.trainer)
+        parts = PublishParts(self.fleet, self.trainer, transfer, self.journal, self.debts, self.sink)
         self.publisher = Publisher(settings, parts, session="0" * 32, mode="retract")
 
     async def publish(self, version: int = 1) -> object:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from random import Random
+from typing import Any
 
 import anyio
 import pytest
@@ -42,6 +43,8 @@ def virtual(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 class Trainer:
+    async def decide(self, epoch: int, *, version: int, commit: bool) -> None: ...
+
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
         return WeightSnapshot(version, path, checksums_of(version), 8, 0.0)
 
@@ -60,7 +63,8 @@ class Rollouts:
         sidecars = [SimSidecar(node, network, life, CONTROL_S) for node in self.nodes]
         self.fleet = Fleet([Engine(s, c) for s, c in zip(self.servers, sidecars, strict=True)])
         self.sink, self.debts, self.journal = RecordingSink(), Debts(), MemoryJournal()
-        parts = PublishParts(self.fleet, DiskTransfer(Trainer()), self.journal, self.debts, self.sink)  # type: ignore[arg-type]
+        trainer: Any = Trainer()
+        parts = PublishParts(self.fleet, trainer, DiskTransfer(trainer), self.journal, self.debts, self.sink)
         publication = PublicationSection(rollout_http_timeout=CONTROL_S, drain_timeout_s=60.0)
         self.publisher = Publisher(publication, parts, session="0" * 32, mode="retract")
         self.health = Health(self.settings, self.fleet, self.sink)

@@ -33,6 +33,7 @@ class Trainer(FakeTrainer):
     """Writes down what it is asked for."""
 
     def __init__(self, log: list[str]) -> None:
+        super().__init__()
         self.log = log
         self.batches: list[TrainBatch] = []
 
@@ -41,8 +42,9 @@ class Trainer(FakeTrainer):
         self.batches.append(batch)
         return StepResult(batch.step, True, {"loss": 0.0})
 
-    async def keep_weights(self, version: int) -> None:
-        self.log.append(f"keep {version}")
+    async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
+        await super().decide(epoch, version=version, commit=commit)
+        self.log.append(f"{'commit' if commit else 'abort'} {version}")
 
     async def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         return [[-1.0] * len(sample.rollout_logprobs) for sample in samples]
@@ -142,7 +144,8 @@ class Bench:
             batch_size=2, max_staleness=config.rollout.max_staleness, num_rollout=self.schedule.num_rollout
         )
         rollout = Rollout(config, ledger, RolloutParts(self.fleet, self.source, reward, Tokens(), self.sink, limits))  # type: ignore[arg-type]
-        publish = PublishParts(self.fleet, DiskTransfer(self.trainer), MemoryJournal(), Debts(), self.sink)  # type: ignore[arg-type]
+        transfer = DiskTransfer(self.trainer)  # type: ignore[arg-type]
+        publish = PublishParts(self.fleet, self.trainer, transfer, MemoryJournal(), Debts(), self.sink)  # type: ignore[arg-type]
         publisher = Publisher(config.publication, publish, session="0" * 32, mode="drain")
         evaluation = None
         async with anyio.create_task_group() as work:
@@ -220,7 +223,7 @@ async def test_r11_a_skipped_step_touches_nothing_on_the_rollout_side() -> None:
         for _ in range(4):
             before = len(bench.log)
             await loop.one_step()
-            control.append([entry for entry in bench.log[before:] if not entry.startswith(("train", "save"))])
+            control.append([entry for entry in bench.log[before:] if not entry.startswith(("train", "save", "commit"))])
     cycle = ["engine-0 pause", "engine-0 load", "engine-0 version", "engine-0 checksums", "engine-0 end"]
     assert control == [[], cycle, [], cycle]
 
@@ -252,9 +255,9 @@ async def test_r53_an_evaluation_that_fails_leaves_the_engine_running() -> None:
     assert bench.sidecar.paused_by is None
 
 
-async def test_r30_the_snapshot_advances_with_publications_that_happened_and_no_others() -> None:
-    """R30: kept after the initial publication and each that an engine took; a degraded one leaves it alone."""
-    bench = Bench(recipe(4, algorithm={"keep_old_actor": True}))
+async def test_r30_workers_hear_of_each_publication_whether_engines_serve_it() -> None:
+    """R30, R105a, U3: committed once an engine took it, else aborted; one decision each, in growing epochs."""
+    bench = Bench(recipe(4))
     async with bench.loop() as loop:
         await loop.begin()
         await loop.one_step()
@@ -266,7 +269,7 @@ async def test_r30_the_snapshot_advances_with_publications_that_happened_and_no_
         await loop.one_step()
         bench.sidecar.pause = pause  # type: ignore[method-assign]
         await loop.one_step()
-    assert [entry for entry in bench.log if entry.startswith("keep")] == ["keep 0", "keep 1", "keep 3"]
+    assert bench.trainer.decisions == [(0, 0, True), (1, 1, True), (2, 2, False), (3, 3, True)]
     assert "publication_skipped" in bench.sink.names()
 
 

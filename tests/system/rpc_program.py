@@ -78,6 +78,13 @@ class StubWorker:
         time.sleep(seconds)
         return self.do_step(what, *arguments)
 
+    def do_hang(self, rank: int) -> None:
+        if rank == self.rank:
+            time.sleep(300)
+
+    def decide(self, epoch: int, version: int, commit: bool) -> tuple[int, int, bool]:
+        return epoch, version, commit
+
     def do_thread(self) -> tuple[bool, str, str]:
         main_thread = threading.current_thread() is threading.main_thread()
         return main_thread, os.environ["RANK"], os.environ["WORLD_SIZE"]

@@ -171,6 +171,19 @@ async def test_c34_killed_worker_is_named(tmp_path: Path) -> None:
     assert leaving - started < 5 and time.monotonic() - leaving < 10
 
 
+async def test_r105a_a_worker_that_does_not_answer_a_decision_is_ended(tmp_path: Path) -> None:
+    """R105a: one rank hangs in a call that was given up: the decision is bounded, and no process is left behind."""
+    async with connected(tmp_path, replace(QUICK, decide_s=1.0)) as trainer:
+        pids = await trainer.call("train_step", "pid")
+        processes = {ProcessId.of(pid) for pid in pids.values()}
+        with anyio.move_on_after(0.3):
+            await trainer.call("train_step", "hang", 2)
+        with anyio.fail_after(8), pytest.raises(WorkerLost, match="rank 2 is lost: no answer to train_step in time"):
+            await trainer.decide(0, version=1, commit=False)
+        assert not wait_ended({process for process in processes if process.pid == pids[2]}, 5)
+    assert not wait_ended(processes, 5)
+
+
 async def test_loss_is_noticed_without_a_call(tmp_path: Path) -> None:
     """`watch` raises when an idle worker stops answering pings, as one on a vanished machine does."""
     async with connected(tmp_path) as trainer:

@@ -46,7 +46,7 @@ def test_r30_old_log_probs_are_those_of_the_weights_last_published(models: dict[
         published = {sample.group: hf_logprobs(model, sample)[0] for sample in second}
     config = make_config(models, algorithm={"keep_old_actor": True}, publication={"update_weights_interval": 2})
     with working(config) as worker:
-        worker.keep_weights(0)
+        worker.decide(0, 0, True)
         worker.train_step(policy_batch(first))
         trained = weights(worker)
         model.load_state_dict(trained, strict=False)
@@ -58,18 +58,21 @@ def test_r30_old_log_probs_are_those_of_the_weights_last_published(models: dict[
 
 
 def test_u7_a_sample_of_other_weights_is_an_error_before_anything_is_trained(models: dict[str, Path]) -> None:
-    """U7: a sample of version 1 while version 0 is kept: an error that names both, and the weights stay."""
+    """U7: a sample of version 1, version 0 kept: an error that names both, and the weights stay; a commit publishes."""
     stale = [replace(sample, oldest_version=1) for sample in make_samples()]
     config = make_config(models, algorithm={"keep_old_actor": True}, publication={"update_weights_interval": 2})
     with working(config) as worker:
         with pytest.raises(DataError, match="made by weight version 1, and keep_old_actor holds none"):
             worker.train_step(policy_batch(stale))
-        worker.keep_weights(0)
+        worker.decide(0, 0, True)
+        worker.decide(1, 1, False)  # no engine took it: what it was sampled from is still version 0
         before = weights(worker)
         with pytest.raises(DataError, match=r"step 3: .* version 1, and keep_old_actor holds 0; use_tis"):
             worker.train_step(policy_batch(stale, step=3))
         torch.testing.assert_close(weights(worker), before, atol=0, rtol=0)
-        worker.keep_weights(1)
+        worker.decide(2, 1, True)
+        with pytest.raises(LocalProtocolError, match="epoch 1 came after that of epoch 2"):
+            worker.decide(1, 0, True)
         assert worker.train_step(policy_batch(stale)).metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
@@ -85,7 +88,7 @@ def test_with_importance_weights_the_snapshot_is_the_proximal_policy(models: dic
 
     loss = hf_step(model, stale, losses)
     with working(config) as worker:
-        worker.keep_weights(8)
+        worker.decide(0, 8, True)
         assert worker.train_step(policy_batch(stale)).metrics["loss"] == pytest.approx(loss, abs=1e-5)
         assert_same_gradients(worker, model)
 

@@ -1,6 +1,7 @@
 """The publication saga: pause, swap, verify, resume. Each pause that may have happened is followed by a resume.
 
     export, stage ─▶ hold gate ─▶ incur debts ─▶ pause all ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit or not
+                                                                                           └─▶ [always] workers: decide
 
 What can be done while the engines generate (export, stage) is done before the pause; `transfer.py` has how.
 """
@@ -8,7 +9,7 @@ What can be done while the engines generate (export, stage) is done before the p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -17,8 +18,8 @@ from anyio.abc import TaskGroup
 from hybridasync.config.models import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
 from hybridasync.drivers.transfer import Transfer
-from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed, Rejected
-from hybridasync.ports import Journal, MetricSink
+from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed, Rejected, TrainerError
+from hybridasync.ports import Journal, MetricSink, Trainer
 from hybridasync.protocol.debts import Debts
 from hybridasync.protocol.delivery import may_have_happened
 from hybridasync.protocol.routing import Remedy
@@ -55,6 +56,7 @@ class PublishParts:
     """What the saga works with; all of it is owned by `app.py`."""
 
     fleet: Fleet
+    trainer: Trainer
     transfer: Transfer
     journal: Journal
     debts: Debts
@@ -70,6 +72,7 @@ class Publisher:
         self._session = session
         self._mode = mode
         self._sequence = 0
+        self._epoch = 0
         self._lock = anyio.Lock()
         self._latest: WeightSnapshot | None = None
 
@@ -86,20 +89,37 @@ class Publisher:
         async with self._lock:
             started = anyio.current_time()
             snapshot = await self._parts.transfer.export(version, path)
-            await self._parts.transfer.stage(self._present(), snapshot)
-            prepared = anyio.current_time()
-            with self._parts.fleet.held():
-                await self._drain(version)
-                saga = self._begin(self._present(), self._mode)
-                self._latest = snapshot
-                await self._swap_under_pause(saga, snapshot)
-                self._readmit(saga, version)
-            result = _result(saga, snapshot, step=step, started=started, prepared=prepared)
-            self._parts.sink.publication(result)
-            if not saga.verified:
-                details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items()) or "no engine is up"
-                raise PublicationFailed(version, [], list(saga.failures), detail=details)
+            try:
+                result = await self._bring_to_all(snapshot, step=step, started=started)
+            except BaseException:
+                with suppress(TrainerError):  # the next call to the workers reports it; this error comes first
+                    await self._decide(version, commit=False)
+                raise
+            await self._decide(version, commit=True)
             return result
+
+    async def _bring_to_all(self, snapshot: WeightSnapshot, *, step: int | None, started: float) -> PublicationResult:
+        await self._parts.transfer.stage(self._present(), snapshot)
+        prepared = anyio.current_time()
+        with self._parts.fleet.held():
+            await self._drain(snapshot.version)
+            saga = self._begin(self._present(), self._mode)
+            self._latest = snapshot
+            await self._swap_under_pause(saga, snapshot)
+            self._readmit(saga, snapshot.version)
+        result = _result(saga, snapshot, step=step, started=started, prepared=prepared)
+        self._parts.sink.publication(result)
+        if not saga.verified:
+            details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items()) or "no engine is up"
+            raise PublicationFailed(snapshot.version, [], list(saga.failures), detail=details)
+        return result
+
+    async def _decide(self, version: int, *, commit: bool) -> None:
+        """One outcome for all workers (R105a): where no engine took the version, the one before stays published."""
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        # Shielded: workers that never hear of the outcome would disagree with the engines. The trainer bounds it.
+        with anyio.CancelScope(shield=True):
+            await self._parts.trainer.decide(epoch, version=version, commit=commit)
 
     async def bring_up(self, engine: Engine) -> None:
         """Bring the last published version to this engine alone, which serves nothing yet; the others go on.

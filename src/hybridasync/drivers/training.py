@@ -122,9 +122,6 @@ class TrainingLoop:
             return None
         finally:
             self._parts.snapshots.drop_all_but(newest=2)
-        # Only now: after a publication that nobody took, the engines still sample from the weights kept before (R30).
-        if self._config.algorithm.keep_old_actor:
-            await self._parts.trainer.keep_weights(self.version)
         self.publications += 1
         return result
 

@@ -30,7 +30,7 @@ OPERATIONS = (
     "train_step",
     "logprobs",
     "export_weights",
-    "keep_weights",
+    "decide",
     "reference_logprobs",
     "save_checkpoint",
     "load_checkpoint",

@@ -24,6 +24,7 @@ from hybridasync.drivers.training import LoopParts, TrainingLoop
 from hybridasync.drivers.transfer import DiskTransfer
 from hybridasync.errors import CompensationFailed, EngineError, OperatingError, WorkerLost
 from hybridasync.protocol.debts import INCURRED, Debt, Debts, must_be_durable
+from hybridasync.protocol.decisions import Decisions
 from hybridasync.protocol.ledger import RolloutLedger
 from hybridasync.schedule import Schedule
 from hybridasync.sim.engine import checksums_of
@@ -89,6 +90,7 @@ class SimTrainer:
         self._record = record
         self._lose_at = lose_at
         self.completed = 0
+        self._decisions = Decisions()
 
     async def setup(self) -> TrainerInfo:
         return TrainerInfo(8, 16, CONTEXT_LENGTH, 1, 1, 1, "sim", {})
@@ -113,8 +115,9 @@ class SimTrainer:
     async def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         return await self.logprobs(samples)
 
-    async def keep_weights(self, version: int) -> None:
+    async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
         await self._work(0.0)
+        self._decisions.take(epoch, version, commit=commit)
 
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
         await self._work(EXPORT_S)
@@ -305,7 +308,7 @@ class Controller:
         journal = SimJournal(world.disk, self._life)
         publisher = Publisher(
             config.publication,
-            PublishParts(fleet, DiskTransfer(trainer), journal, debts, world.record),
+            PublishParts(fleet, trainer, DiskTransfer(trainer), journal=journal, debts=debts, sink=world.record),
             session=self._session,
             mode=config.publication.pause_mode or "retract",
         )

@@ -44,6 +44,7 @@ class Patience:
     ping_misses: int = 3  # in a row; a worker that is only stopped in a debugger for a moment isn't lost
     after_loss_s: float = 5.0  # for the others' outcomes, once one is dead: most fail by themselves at once
     after_error_s: float = 30.0  # the same, once one reported an error: the others may still be writing a file
+    decide_s: float = 20.0  # a decision about a publication: workers copy their weights at the most
     close_s: float = 10.0
 
     @property
@@ -133,6 +134,7 @@ def to_error(envelope: Envelope, *, step: int | None = None) -> Exception:
 class _Broadcast:
     """One call to all workers, and what has come of it."""
 
+    seq: int
     name: str
     waiting: set[int]
     deadline: float  # in the loop's time
@@ -205,8 +207,15 @@ class RpcTrainer:
         snapshot: WeightSnapshot = await self.call("export_weights", version, path)
         return snapshot
 
-    async def keep_weights(self, version: int) -> None:
-        await self.call("keep_weights", version)
+    async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
+        """R105a. A call that was given up and still runs is told so first: it may wait for an engine that has gone."""
+        async with self._group:
+            await self._finish_abandoned(within_s=self._patience.decide_s)
+            self._refuse_if_unusable(None)
+            broadcast = self._send("decide", (epoch, version, commit), self._patience.decide_s)
+            await self._settle(broadcast)
+            self._tear_down(broadcast)
+            self._conclude(broadcast)
 
     async def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         values: list[list[float]] = await self.call("reference_logprobs", samples)
@@ -270,8 +279,8 @@ class RpcTrainer:
 
     def _send(self, name: str, arguments: tuple[object, ...], timeout_s: float) -> _Broadcast:
         payload = pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)
-        broadcast = _Broadcast(name, waiting=set(self._ranks), deadline=self._loop.time() + timeout_s)
         seq, self._seq = self._seq, self._seq + 1
+        broadcast = _Broadcast(seq, name, waiting=set(self._ranks), deadline=self._loop.time() + timeout_s)
         self._current = broadcast
         for rank in self._ranks:
             self._remote(
@@ -285,11 +294,18 @@ class RpcTrainer:
         broadcast.settle()  # late answers are dropped from here on
         self._current = None
 
-    async def _finish_abandoned(self) -> None:
+    async def _finish_abandoned(self, *, within_s: float | None = None) -> None:
+        """`within_s`: the workers are told that nobody waits for it, and taken for lost if that doesn't end it."""
         abandoned = self._current
         if abandoned is None:
             return
+        if within_s is not None:
+            abandoned.deadline = min(abandoned.deadline, self._loop.time() + within_s)
+            for rank in abandoned.waiting:
+                self._remote(rank, rpc_endpoint.give_up, abandoned.seq, done=_ignore)
         await self._settle(abandoned)
+        if within_s is not None:
+            self._tear_down(abandoned)
         try:
             self._conclude(abandoned)
         except Exception as error:
@@ -355,6 +371,13 @@ class RpcTrainer:
         if self._current is not None:
             self._current.record(rank, None)
             self._hurry(self._patience.after_loss_s)
+
+    def _tear_down(self, broadcast: _Broadcast) -> None:
+        """Who didn't answer in time is lost, and ends: the others may wait for it in a collective."""
+        for rank in sorted(broadcast.waiting - self._lost.keys()):
+            reason = f"no answer to {broadcast.name} in time"
+            self._mark_lost(rank, reason)
+            self._remote(rank, rpc_endpoint.abandon, reason, done=_ignore)
 
     def _hurry(self, seconds: float) -> None:
         """Don't wait until the deadline for the other ranks: they may hang in a collective that one rank left."""

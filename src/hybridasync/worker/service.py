@@ -20,6 +20,7 @@ from hybridasync.config.models import Config
 from hybridasync.config.normalise import needs_reference
 from hybridasync.data.model_dir import parameter_count
 from hybridasync.errors import ConfigError, LocalProtocolError
+from hybridasync.protocol.decisions import Decisions
 from hybridasync.types import StepResult, TrainBatch, TrainerInfo, TrainSample, WeightSnapshot
 from hybridasync.weights.layout import engine_layout
 from hybridasync.worker import checkpoints, export, parallel
@@ -48,6 +49,7 @@ class Worker:
         self._built: _Built | None = None
         self._phase: TrainingPhase | None = None
         self._phase_name = ""
+        self._decisions = Decisions()
 
     def setup(self) -> TrainerInfo:
         """Build the model, load the initial weights, and the reference model where the loss needs one.
@@ -114,9 +116,14 @@ class Worker:
         engines = engine_layout(self._config.engine, kv_heads=gpt.hf.num_kv_heads, gpu_here=torch.cuda.is_available())
         return export.export_snapshot(gpt, version, path, dtype=DTYPES[held] if held else None, engines=engines)
 
-    def keep_weights(self, version: int) -> None:
-        """Keep a copy of the weights, which were just published as `version`: what `keep_old_actor` needs."""
-        self._ready().runner.kept.keep(version)
+    def decide(self, epoch: int, version: int, commit: bool) -> None:
+        """What became of the publication of `version`. Once engines serve it, `keep_old_actor` keeps a copy of it.
+
+        Raises LocalProtocolError for an epoch that isn't newer than the last one.
+        """
+        self._decisions.take(epoch, version, commit=commit)
+        if commit and self._config.algorithm.keep_old_actor:
+            self._ready().runner.kept.keep(version)
 
     def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         """As `logprobs`, under the reference model: what the KL penalty of the reward needs."""
