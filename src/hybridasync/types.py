@@ -13,6 +13,7 @@ from typing import Literal
 Mode = Literal["sync", "hybrid", "fully_async"]
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["retract", "abort", "in_place", "drain"]
+PublicationKind = Literal["full", "delta"]
 SidecarState = Literal["running", "pausing", "paused", "ending", "recovery_required", "down"]
 
 
@@ -150,13 +151,15 @@ class TrainerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightSnapshot:
-    """A complete set of weights in Hugging Face layout (config.json + *.safetensors) at `path`."""
+    """A set of weights at `path`: complete in Hugging Face layout (config.json + *.safetensors), or what changed."""
 
     version: int
     path: str
-    checksums: Mapping[str, str]  # parameter name → checksum (protocol of transport/weights.py)
-    bytes: int
+    checksums: Mapping[str, str]  # parameter name → checksum (protocol of transport/weights.py), of the complete set
+    bytes: int  # of the files at `path`
     prepare_s: float
+    full_bytes: int = 0  # what a complete set takes; 0: as `bytes`
+    base_version: int | None = None  # the files hold only what differs from this version; None: they are complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,10 @@ class PublicationResult:
     pause_s: float
     bytes: int
     degraded: bool = False
+    export_s: float = 0.0  # the trainer wrote the weights; in prepare_s, or with publication.blocking in transfer_s
+    stage_s: float = 0.0  # engines prepared them while they generated; in prepare_s
+    full_bytes: int = 0  # what a complete snapshot takes
+    kind: PublicationKind = "full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hybridasync.drivers.stepmetrics import batch_metrics
+from hybridasync.drivers.stepmetrics import batch_metrics, publication_metrics
 from hybridasync.observability import names
 from hybridasync.observability.clock import Stopwatch
 from hybridasync.observability.resources import ResourceGauge
@@ -216,6 +216,7 @@ def test_what_the_step_reports_is_registered() -> None:
     """The numbers of a batch have names of the list, so that every display knows their unit and meaning."""
     groups = [group(1, (1.0, 0.0)), group(2, (1.0, 1.0))]
     assert set(batch_metrics(3, groups, groups[:1])) <= set(names.METRICS)
+    assert set(publication_metrics(None)) <= set(names.METRICS)
 
 
 def test_observability_starts_without_heavy_imports() -> None:

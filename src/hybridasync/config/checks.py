@@ -223,14 +223,16 @@ def evaluation_is_configured(config: Config) -> Iterator[Finding]:
 
 def evaluation_cancels_interval(config: Config) -> Iterator[Finding]:
     """Each evaluation publishes first, so frequent evaluations take the interval's benefit away (R14)."""
-    every, interval = config.eval.eval_interval, config.publication.update_weights_interval
+    every, publication = config.eval.eval_interval, config.publication
+    adaptive = publication.update_weights_interval == "auto"
+    interval = publication.k_min if adaptive else publication.longest_interval
     if every is not None and interval > 1 and every < interval:
         yield Warn(
             "eval.eval_interval",
             f"{every} is below update_weights_interval ({interval}): each evaluation publishes first, so weights are "
             f"published every {every} steps and not every {interval}",
         )
-    elif every is not None and interval > 1 and every % interval:
+    elif every is not None and interval > 1 and every % interval and not adaptive:
         yield Warn(
             "eval.eval_interval",
             f"{every} isn't a multiple of update_weights_interval ({interval}): evaluations publish out of turn, which "

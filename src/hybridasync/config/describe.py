@@ -32,7 +32,7 @@ def wanted(field: FieldInfo) -> str:
         return f"a list of {_SHORT[get_args(kind)[0]]}s"
     if get_origin(kind) is dict:
         return "a table"
-    return " ".join((_NAMES[kind], bounds(field))).strip()
+    return " or ".join((" ".join((_NAMES[kind], bounds(field))).strip(), *_words(field.annotation)))
 
 
 def short_type(field: FieldInfo) -> str:
@@ -44,7 +44,7 @@ def short_type(field: FieldInfo) -> str:
         return f"list of {_SHORT[get_args(kind)[0]]}s"
     if get_origin(kind) is dict:
         return "table"
-    return " ".join((_SHORT[kind], bounds(field))).strip()
+    return " | ".join((" ".join((_SHORT[kind], bounds(field))).strip(), *_words(field.annotation)))
 
 
 def bounds(field: FieldInfo) -> str:
@@ -55,6 +55,12 @@ def bounds(field: FieldInfo) -> str:
             if (limit := getattr(mark, name, None)) is not None:
                 parts.append(f"{sign} {limit:g}")
     return " and ".join(parts)
+
+
+def _words(annotation: Any) -> list[str]:
+    """The words that a setting takes beside the values of its type: `auto`."""
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
+    return [str(word) for option in options[1:] if get_origin(option) is Literal for word in get_args(option)]
 
 
 def _split(annotation: Any) -> tuple[Any, list[Any]]:

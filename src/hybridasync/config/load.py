@@ -107,7 +107,8 @@ def validate(values: Mapping[str, Any], *, source: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        refuse([_refusal(detail) for detail in error.errors()], source=source)
+        # A setting that takes one of several types is refused once for each of them.
+        refuse(dict.fromkeys(_refusal(detail) for detail in error.errors()), source=source)
         raise ConfigError(f"{source}: {error}") from error
 
 
@@ -128,7 +129,8 @@ def _refusal(detail: ErrorDetails) -> Refuse:
     hint = f" ({_HINTS[setting]})" if setting in _HINTS else ""
     if setting == "publication.update_weights_interval" and isinstance(given, int):
         return Refuse(setting, f"must be positive, got {_shown(given)}; it wants {wanted(field)}{hint}")
-    inner = f" in {path.removeprefix(setting).lstrip('.')!r}" if path != setting else ""
+    listed = get_origin(core_type(field)) in (tuple, dict)
+    inner = f" in {path.removeprefix(setting).lstrip('.')!r}" if path != setting and listed else ""
     return Refuse(setting, f"wants {wanted(field)}, got {_shown(given)}{inner}{hint}")
 
 

@@ -13,6 +13,7 @@ Positive = Annotated[int, Field(gt=0, strict=True)]
 NonNegative = Annotated[int, Field(ge=0, strict=True)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Interval = Positive | Literal["auto"]
 
 
 class Section(BaseModel):
@@ -303,11 +304,44 @@ class WarmStartSection(Section):
 class PublicationSection(Section):
     """How new weights reach the engines, and what is owed when that fails."""
 
-    update_weights_interval: Positive = Field(
+    update_weights_interval: Interval = Field(
         default=1,
         description=(
             "publish after every K-th step, the last one and those that evaluate; 1 = after each. "
-            "Samples may then be K - 1 weight versions older"
+            "Samples may then be K - 1 weight versions older. auto: K from what publications are measured to cost, "
+            "between k_min and k_max"
+        ),
+    )
+    k_min: Positive = Field(default=1, description="update_weights_interval auto: the smallest K")
+    k_max: Positive = Field(
+        default=4, description="update_weights_interval auto: the largest K; never above max_staleness + 1"
+    )
+    staged: bool = Field(
+        default=True,
+        description=(
+            "engines prepare the new weights beside the old ones while they generate, and the pause is the switch "
+            "alone; engines that can't (SGLang) load under the pause"
+        ),
+    )
+    delta: bool = Field(
+        default=False,
+        description=(
+            "send only what changed since the version that the engine holds, bit-exact; the trainer keeps a copy of "
+            "what it published last. For embedded engines; others get everything"
+        ),
+    )
+    blocking: bool = Field(
+        default=False,
+        description=(
+            "for comparison: export, transfer and verify under the pause, as systems do that don't stage; excludes "
+            "staged and delta"
+        ),
+    )
+    clear_cache_on_skipped_steps: bool = Field(
+        default=False,
+        description=(
+            "empty the trainer's CUDA allocator cache after steps that don't publish, as a publication does: lower "
+            "peak of reserved memory, some time"
         ),
     )
     pause_mode: Literal["drain", "retract", "abort"] | None = Field(
@@ -330,6 +364,11 @@ class PublicationSection(Section):
     weights_dir: str | None = Field(
         default=None, description="folder for weight snapshots; default shared memory where engines are local"
     )
+
+    @property
+    def longest_interval(self) -> int:
+        """Steps: the most that may lie between two publications."""
+        return self.k_max if self.update_weights_interval == "auto" else self.update_weights_interval
 
 
 class EvalSection(Section):

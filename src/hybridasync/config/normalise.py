@@ -67,7 +67,7 @@ def sync_is_on_policy(config: Config) -> Iterator[Finding]:
         return
     if config.rollout.max_staleness:
         yield Set("rollout.max_staleness", 0, "in mode sync the engines wait for the training step")
-    if config.publication.update_weights_interval > 1:
+    if config.publication.update_weights_interval != 1:
         why = "in mode sync each step trains on samples of the newest weights; use mode hybrid for an interval"
         yield Set("publication.update_weights_interval", 1, why)
 

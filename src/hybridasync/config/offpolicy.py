@@ -16,7 +16,7 @@ from hybridasync.config.normalise import samples_per_step
 
 def version_lag(config: Config) -> int:
     """The most weight versions between the weights that sampled and the step that trains: S + K - 1."""
-    return config.rollout.max_staleness + config.publication.update_weights_interval - 1
+    return config.rollout.max_staleness + config.publication.longest_interval - 1
 
 
 def own_old_policy(config: Config) -> Iterator[Finding]:
@@ -40,7 +40,9 @@ def correction_needed(config: Config) -> Iterator[Finding]:
     algorithm = config.algorithm
     if config.mode == "sync" or version_lag(config) == 0 or config.run.debug_train_only or algorithm.use_tis:
         return
-    staleness, interval = config.rollout.max_staleness, config.publication.update_weights_interval
+    staleness, publication = config.rollout.max_staleness, config.publication
+    auto = " (up to k_max steps)" if publication.update_weights_interval == "auto" else ""
+    interval = f"{publication.longest_interval}{auto}"
     problem = (
         f"old log-probs require correction: with max_staleness {staleness} and update_weights_interval {interval} "
         f"samples may be {version_lag(config)} weight versions old"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybridasync.config import checks, layout, normalise, offpolicy
+from hybridasync.config import checks, layout, normalise, offpolicy, publishing
 from hybridasync.config.findings import Change, Refuse, Rule, Set, Warn, refuse
 from hybridasync.config.models import Config
 from hybridasync.config.names import is_written, value_of
@@ -24,6 +24,8 @@ RULES: tuple[Rule, ...] = (
     normalise.train_only,
     normalise.sync_is_on_policy,
     normalise.pause_mode_of_mode,
+    publishing.interval_within_staleness,
+    publishing.staged_unless_blocking,
     offpolicy.own_old_policy,
     offpolicy.correction_needed,
     offpolicy.one_correction,
@@ -73,9 +75,9 @@ class Bounds:
     data_parallel_size: int
     slots: int  # groups admitted and not yet trained on: (max_staleness + 1) × rollout_batch_size
     max_partition_lag: int  # steps: max_staleness
-    max_version_lag: int  # weight versions: max_staleness + update_weights_interval - 1
+    max_version_lag: int  # weight versions: max_staleness + update_weights_interval (auto: k_max) - 1
     steps: int | None
-    publications: int | None  # the initial one included
+    publications: int | None  # the initial one included; None where the interval is chosen on the way
     evaluations: int | None  # the initial one included
     samples: int | None  # of the whole run
 
@@ -127,7 +129,7 @@ def schedule_of(config: Config, *, num_rollout: int, steps_per_epoch: int | None
     configured = config.eval.eval_interval is not None and config.eval.eval_prompt_data is not None
     return Schedule(
         num_rollout=num_rollout,
-        update_weights_interval=config.publication.update_weights_interval,
+        update_weights_interval=config.publication.longest_interval,
         eval_interval=config.eval.eval_interval if configured else None,
         steps_per_epoch=steps_per_epoch,
         save_interval=config.checkpoint.save_interval,
@@ -143,7 +145,8 @@ def bounds(config: Config, *, steps_per_epoch: int | None = None) -> Bounds:
     if steps is not None:
         schedule = schedule_of(config, num_rollout=steps, steps_per_epoch=steps_per_epoch)
         initial = schedule.eval_interval is not None and not config.eval.skip_eval_before_train
-        publications = 1 + sum(schedule.publish_due(step) for step in range(steps))
+        if config.publication.update_weights_interval != "auto":
+            publications = 1 + sum(schedule.publish_due(step) for step in range(steps))
         evaluations = int(initial) + sum(schedule.eval_due(step) for step in range(steps))
     return Bounds(
         samples_per_step=samples,

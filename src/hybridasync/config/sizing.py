@@ -83,7 +83,8 @@ def sizing_warnings(config: Config, sizing: Sizing, dataset_size: int) -> tuple[
             f"rollout.num_epoch: an epoch counts as {per_epoch} steps of {config.rollout.rollout_batch_size} prompts; "
             f"the last {tail} of {dataset_size} don't fill one (strict_epochs = true refuses that)"
         )
-    interval = config.publication.update_weights_interval
+    publication = config.publication
+    interval = publication.k_min if publication.update_weights_interval == "auto" else publication.longest_interval
     evaluated = config.eval.eval_interval is not None and config.eval.eval_prompt_data is not None
     said = any(True for _ in evaluation_cancels_interval(config))
     if evaluated and per_epoch is not None and per_epoch < interval and not said:

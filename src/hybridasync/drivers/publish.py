@@ -52,6 +52,15 @@ class _Saga:
 
 
 @dataclass(frozen=True, slots=True)
+class _Times:
+    """When what is done before the pause was done."""
+
+    started: float
+    exported: float
+    staged: float
+
+
+@dataclass(frozen=True, slots=True)
 class PublishParts:
     """What the saga works with; all of it is owned by `app.py`."""
 
@@ -99,15 +108,16 @@ class Publisher:
             return result
 
     async def _bring_to_all(self, snapshot: WeightSnapshot, *, step: int | None, started: float) -> PublicationResult:
+        exported = anyio.current_time()
         await self._parts.transfer.stage(self._present(), snapshot)
-        prepared = anyio.current_time()
+        times = _Times(started, exported, staged=anyio.current_time())
         with self._parts.fleet.held():
             await self._drain(snapshot.version)
             saga = self._begin(self._present(), self._mode)
             self._latest = snapshot
             await self._swap_under_pause(saga, snapshot)
             self._readmit(saga, snapshot.version)
-        result = _result(saga, snapshot, step=step, started=started, prepared=prepared)
+        result = _result(saga, snapshot, step=step, times=times)
         self._parts.sink.publication(result)
         if not saga.verified:
             details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items()) or "no engine is up"
@@ -343,15 +353,13 @@ def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
     return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 
 
-def _result(
-    saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, started: float, prepared: float
-) -> PublicationResult:
+def _result(saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, times: _Times) -> PublicationResult:
     return PublicationResult(
         version=snapshot.version,
         step=step,
         engines=tuple(engine.name for engine in saga.verified),
-        prepare_s=prepared - started,
-        drain_s=saga.asked_at - prepared,
+        prepare_s=times.staged - times.started,
+        drain_s=saga.asked_at - times.staged,
         wait_s=max(0.0, saga.paused_at - saga.asked_at),
         transfer_s=max(0.0, saga.loaded_at - saga.paused_at),
         verify_s=max(0.0, saga.verified_at - saga.loaded_at),
@@ -359,4 +367,8 @@ def _result(
         pause_s=max(0.0, saga.resumed_at - saga.asked_at),
         bytes=snapshot.bytes,
         degraded=bool(saga.failures),
+        export_s=times.exported - times.started,
+        stage_s=times.staged - times.exported,
+        full_bytes=snapshot.full_bytes or snapshot.bytes,
+        kind="full" if snapshot.base_version is None else "delta",
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridasync.types import Group
+from hybridasync.types import Group, PublicationResult
+
+_NONE = PublicationResult(0, None, (), *(0.0,) * 7, bytes=0)
 
 
 def batch_metrics(step: int, groups: Sequence[Group], trained: Sequence[Group]) -> dict[str, float]:
@@ -33,3 +35,22 @@ def batch_metrics(step: int, groups: Sequence[Group], trained: Sequence[Group]) 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def publication_metrics(publication: PublicationResult | None) -> dict[str, float]:
+    """The parts of a publication, in the row of the step that caused it; zeros where none was due."""
+    publication = publication or _NONE
+    return {
+        "publish_s": publication.prepare_s + publication.pause_s,
+        "pause_ms": 1000 * publication.pause_s,
+        "publish_export_s": publication.export_s,
+        "publish_stage_s": publication.stage_s,
+        "publish_drain_s": publication.drain_s,
+        "publish_wait_s": publication.wait_s,
+        "publish_transfer_s": publication.transfer_s,
+        "publish_verify_s": publication.verify_s,
+        "publish_resume_s": publication.resume_s,
+        "publish_bytes": float(publication.bytes),
+        "publish_full_bytes": float(publication.full_bytes),
+        "publish_delta": float(publication.kind == "delta"),
+    }

@@ -21,7 +21,7 @@ from hybridasync.drivers.fleet import Fleet
 from hybridasync.drivers.klpenalty import kl_metrics, with_kl
 from hybridasync.drivers.publish import Publisher
 from hybridasync.drivers.rollout import Rollout
-from hybridasync.drivers.stepmetrics import batch_metrics
+from hybridasync.drivers.stepmetrics import batch_metrics, publication_metrics
 from hybridasync.errors import CheckpointError, LocalProtocolError, PublicationFailed
 from hybridasync.ports import MetricSink, SnapshotFolder, Trainer
 from hybridasync.schedule import Schedule
@@ -94,14 +94,12 @@ class TrainingLoop:
         metrics |= {
             "train_wait_s": waited + (publication.drain_s if publication else 0.0),
             "engine_idle_s": self._parts.fleet.take_idle_s(),
-            "publish_s": publication.prepare_s + publication.pause_s if publication else 0.0,
-            "pause_ms": 1000 * publication.pause_s if publication else 0.0,
             "step_s": anyio.current_time() - started,
             "publications": float(self.publications),
             "weight_version": float(self.version),
             "in_flight": float(self._parts.fleet.in_flight),
         }
-        metrics |= self._parts.resources()
+        metrics |= publication_metrics(publication) | dict(self._parts.resources())
         metrics["response_tok_s"] = metrics["response_tokens_sum"] / metrics["step_s"]
         metrics["samples_s"] = metrics["samples"] / metrics["step_s"]
         self._parts.sink.step(step, metrics)

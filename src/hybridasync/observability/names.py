@@ -90,6 +90,26 @@ PUBLISH_S = _metric(
 PAUSE_MS = _metric(
     "pause_ms", "publication", "pause of the slowest engine after this step; 0 where none was due", unit="ms"
 )
+PUBLISH_EXPORT_S = _metric(
+    "publish_export_s", "publication", "of a publication: the trainer wrote the weights, engines generated", unit="s"
+)
+PUBLISH_STAGE_S = _metric(
+    "publish_stage_s", "publication", "of a publication: engines prepared the weights and generated", unit="s"
+)
+PUBLISH_DRAIN_S = _metric(
+    "publish_drain_s", "publication", "before a pause: requests in flight were let finish", unit="s"
+)
+PUBLISH_WAIT_S = _metric(
+    "publish_wait_s", "publication", "of a pause: from asking until all engines were paused", unit="s"
+)
+PUBLISH_TRANSFER_S = _metric(
+    "publish_transfer_s", "publication", "of a pause: the weights came into effect (staged: a switch)", unit="s"
+)
+PUBLISH_VERIFY_S = _metric("publish_verify_s", "publication", "of a pause: version and checksums read back", unit="s")
+PUBLISH_RESUME_S = _metric("publish_resume_s", "publication", "of a pause: until all engines ran again", unit="s")
+PUBLISH_BYTES = _metric("publish_bytes", "publication", "weights written for the engines", unit="bytes")
+PUBLISH_FULL_BYTES = _metric("publish_full_bytes", "publication", "what a complete snapshot takes", unit="bytes")
+PUBLISH_DELTA = _metric("publish_delta", "publication", "1 if only what changed was written")
 PUBLICATIONS = _metric("publications", "publication", "completed publications so far, the first one included")
 WEIGHT_VERSION = _metric("weight_version", "publication", "weight version after the step: completed training steps")
 PARTITION_LAG_MEAN = _metric("partition_lag_mean", "staleness", "step minus its groups' partition, mean", unit="steps")

@@ -318,7 +318,7 @@ class Controller:
         work.start_soon(Recovery(config.engine, fleet, publisher, sink=world.record).run)
         schedule = Schedule(
             num_rollout=steps,
-            update_weights_interval=config.publication.update_weights_interval,
+            update_weights_interval=config.publication.longest_interval,
             save_interval=config.checkpoint.save_interval,
             eval_interval=None,
             steps_per_epoch=None,

@@ -104,7 +104,7 @@ class StepRunner:
         self._loss = LossSettings.from_config(config.algorithm)
         self._passes = Passes(bundle, place)
         # R30: with an interval of 1 the weights before the last published ones are kept, too.
-        depth = 2 if config.publication.update_weights_interval == 1 else 1
+        depth = 2 if config.publication.longest_interval == 1 else 1
         self.kept = KeptWeights(bundle.gpt, depth=depth)
 
     def train_step(self, batch: TrainBatch, phase: TrainingPhase) -> StepResult:
