@@ -19,7 +19,7 @@ from kit import (
     nothing,
 )
 
-from hybridasync.config.models import PublicationSection
+from hybridasync.config.publication import PublicationSection
 from hybridasync.drivers.fleet import Fleet
 from hybridasync.drivers.publish import Publisher, PublishParts
 from hybridasync.drivers.transfer import DiskTransfer

@@ -13,7 +13,8 @@ import pytest
 from kit import MemoryJournal, RecordingSink
 from trio.testing import MockClock
 
-from hybridasync.config.models import EngineSection, PublicationSection
+from hybridasync.config.models import EngineSection
+from hybridasync.config.publication import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
 from hybridasync.drivers.generation import GroupRequest, generate_group
 from hybridasync.drivers.health import Health

@@ -5,31 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field
 
-Positive = Annotated[int, Field(gt=0, strict=True)]
-NonNegative = Annotated[int, Field(ge=0, strict=True)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Interval = Positive | Literal["auto"]
-
-
-class Section(BaseModel):
-    """A section refuses keys it doesn't know."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _keep_truth_and_number_apart(cls, value: Any, info: ValidationInfo) -> Any:
-        """`use_tis = 1` and `lr = true` are mistakes, though Python would convert them."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        kinds = (annotation, *get_args(annotation))
-        if value is not None and (bool in kinds) != isinstance(value, bool) and (bool in kinds or float in kinds):
-            raise ValueError("a truth value and a number are different things")
-        return value
+from hybridasync.config.publication import PublicationSection
+from hybridasync.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
 
 class RunSection(Section):
@@ -299,76 +280,6 @@ class WarmStartSection(Section):
     lr: float = Field(default=1e-3, gt=0, description="learning rate of the supervised phase")
     lr_warmup_steps: NonNegative = Field(default=30, description="steps of linear warm-up")
     weight_decay: float = Field(default=0.01, ge=0, description="weight decay of the supervised phase")
-
-
-class PublicationSection(Section):
-    """How new weights reach the engines, and what is owed when that fails."""
-
-    update_weights_interval: Interval = Field(
-        default=1,
-        description=(
-            "publish after every K-th step, the last one and those that evaluate; 1 = after each. "
-            "Samples may then be K - 1 weight versions older. auto: K from what publications are measured to cost, "
-            "between k_min and k_max"
-        ),
-    )
-    k_min: Positive = Field(default=1, description="update_weights_interval auto: the smallest K")
-    k_max: Positive = Field(
-        default=4, description="update_weights_interval auto: the largest K; never above max_staleness + 1"
-    )
-    staged: bool = Field(
-        default=True,
-        description=(
-            "engines prepare the new weights beside the old ones while they generate, and the pause is the switch "
-            "alone; engines that can't (SGLang) load under the pause"
-        ),
-    )
-    delta: bool = Field(
-        default=False,
-        description=(
-            "send only what changed since the version that the engine holds, bit-exact; the trainer keeps a copy of "
-            "what it published last. For embedded engines; others get everything"
-        ),
-    )
-    blocking: bool = Field(
-        default=False,
-        description=(
-            "for comparison: export, transfer and verify under the pause, as systems do that don't stage; excludes "
-            "staged and delta"
-        ),
-    )
-    clear_cache_on_skipped_steps: bool = Field(
-        default=False,
-        description=(
-            "empty the trainer's CUDA allocator cache after steps that don't publish, as a publication does: lower "
-            "peak of reserved memory, some time"
-        ),
-    )
-    pause_mode: Literal["drain", "retract", "abort"] | None = Field(
-        default=None,
-        description=(
-            "what a pause does to requests in flight; default: drain in sync and hybrid, retract in fully_async"
-        ),
-    )
-    rollout_http_timeout: Seconds = Field(default=120.0, description="deadline of one control call")
-    lease_s: Seconds = Field(
-        default=60.0, description="a sidecar ends a pause by itself when its lease isn't renewed for so long"
-    )
-    drain_timeout_s: Seconds = Field(default=600.0, description="how long to wait for engines to be ready to pause")
-    resume_budget_s: Annotated[float, Field(gt=0, lt=30)] = Field(
-        default=20.0, description="budget of all compensating resumes together; under torchrun's 30 s"
-    )
-    on_ambiguous_pause: Literal["fence", "fail", "degrade"] = Field(
-        default="fence", description="what to do with an engine whose resume isn't confirmed"
-    )
-    weights_dir: str | None = Field(
-        default=None, description="folder for weight snapshots; default shared memory where engines are local"
-    )
-
-    @property
-    def longest_interval(self) -> int:
-        """Steps: the most that may lie between two publications."""
-        return self.k_max if self.update_weights_interval == "auto" else self.update_weights_interval
 
 
 class EvalSection(Section):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import anyio
 from anyio.abc import TaskGroup
 
-from hybridasync.config.models import PublicationSection
+from hybridasync.config.publication import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
 from hybridasync.drivers.transfer import Transfer
 from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed, Rejected, TrainerError
