@@ -54,6 +54,7 @@ class SamplingParams:
     top_k: int = -1
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()  # [n] one for each sample; empty: the engine draws as it likes
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,17 @@ async def test_answer_of_one_sample(client: httpx.AsyncClient) -> None:
     assert {"cached_tokens", "input_token_logprobs"} <= meta.keys()
 
 
+async def test_each_prompt_of_a_batch_may_have_a_seed(target: Target, client: httpx.AsyncClient) -> None:
+    """`sampling_seed` is taken in a list of parameters; log-probs stay those of the weights, whatever the noise."""
+    sampling = [{"max_new_tokens": 6, "ignore_eos": True, "sampling_seed": seed} for seed in (2**63 - 1, 3, 3)]
+    answers = await generate(client, sampling, input_ids=[PROMPT] * 3)  # type: ignore[arg-type]
+    for answer in answers:
+        assert_spans_exact(target, answer)
+    if target.kind == "embedded":  # a real SGLang heeds seeds in its deterministic mode alone, which wants a GPU
+        again = await generate(client, sampling[1])
+        assert answers[0]["output_ids"] != answers[1]["output_ids"] == answers[2]["output_ids"] == again["output_ids"]
+
+
 async def test_lists_for_batches_and_several_samples(client: httpx.AsyncClient) -> None:
     """Batches answer in order of prompts, samples of a prompt side by side, ids as asked for."""
     sampling = {"max_new_tokens": 3, "temperature": 0.0, "ignore_eos": True}

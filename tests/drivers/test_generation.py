@@ -38,6 +38,20 @@ async def test_c13_a_continuation_asks_for_the_remaining_budget_only() -> None:
     assert [(s.version, s.start, s.end) for s in made[0].spans] == [(0, 0, 12), (1, 12, 32)]
 
 
+async def test_a_continuation_keeps_the_seed_of_its_sample() -> None:
+    """The second of two samples is interrupted: what is left of it is asked for with the second seed alone."""
+    fleet, (server, *_), _ = make_fleet(World(), 1)
+    fleet.engines[0].state.verified(0)
+    queue = [(completion(4), completion(2, finish="abort")), (completion(3),)]
+
+    async def reply(_ids: Sequence[int], _params: SamplingParams) -> tuple[Completion, ...]:
+        return queue.pop(0)
+
+    server.reply = reply
+    await generate_group(fleet, GroupRequest((1, 2), SamplingParams(8, n=2, seeds=(70, 71)), True, 2))
+    assert [(params.n, params.seeds) for _, params in server.requests] == [(2, (70, 71)), (1, (71,))]
+
+
 async def test_c13_an_interruption_exactly_at_the_cap_is_a_finish_by_length() -> None:
     """Aborted after 32 of 32 tokens: no further request, finish reason length."""
     made, requests = await run([completion(32, finish="abort")], request(10, 32))

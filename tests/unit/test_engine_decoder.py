@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import struct
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from hybridasync.engine.model import Decoder, KVCache
 from hybridasync.engine.model_config import ModelConfig
 from hybridasync.engine.requests import Group, Sampling
 from hybridasync.engine.rows import Rows
-from hybridasync.engine.sampling import RowSampling, sample
+from hybridasync.engine.sampling import RowSampling, sample, seeded_noise
 from hybridasync.engine.scheduler import Limits, Scheduler
 from hybridasync.engine.weights import WeightMismatchError, Weights, WeightStore
 from hybridasync.errors import ConfigError
@@ -240,7 +243,8 @@ def test_broken_weights_end_requests_and_leave_no_trace(tmp_path: Path) -> None:
     assert worst(third, model) < 1e-5
 
 
-def test_sampling_follows_the_distribution() -> None:
+@pytest.mark.parametrize("seeded", [False, True])
+def test_sampling_follows_the_distribution(seeded: bool) -> None:
     """Plain, top-k, top-p, min-p and greedy rows of one batch each follow their own truncated distribution."""
     logits = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.1]))
     draws, kinds = 4000, 5
@@ -250,8 +254,12 @@ def test_sampling_follows_the_distribution() -> None:
         top_k=torch.tensor([1 << 30, 2, 1 << 30, 1 << 30, 1 << 30] * draws),
         top_p=torch.tensor([2.0, 2.0, 0.7, 2.0, 2.0] * draws),
         min_p=torch.tensor([0.0, 0.0, 0.0, 0.25, 0.0] * draws),
+        seed=torch.arange(draws * kinds),
+        seeded=torch.full((draws * kinds,), seeded) & torch.tensor([True, True, True, True, False] * draws),
+        position=torch.full((draws * kinds,), 7),
         any_greedy=True,
         any_filter=True,
+        any_seeded=seeded,
     )
     tokens, logprobs = sample(logits.expand(draws * kinds, 4), rows, torch.Generator().manual_seed(0))
     assert torch.allclose(logprobs, logits[tokens], atol=1e-6)
@@ -266,6 +274,84 @@ def test_sampling_follows_the_distribution() -> None:
         frequency = torch.bincount(tokens[kind::kinds], minlength=4) / draws
         assert torch.allclose(frequency, torch.tensor(wanted, dtype=torch.float), atol=0.03)
         assert not frequency[torch.tensor(wanted) == 0].any()
+
+
+def murmur3(data: bytes) -> int:
+    """MurmurHash3 for 32 bits, of whole words, as it is written down."""
+    word, result = 0xFFFFFFFF, 0
+    for start in range(0, len(data), 4):
+        block = int.from_bytes(data[start : start + 4], "little") * 0xCC9E2D51 & word
+        block = ((block << 15 | block >> 17) & word) * 0x1B873593 & word
+        result ^= block
+        result = ((result << 13 | result >> 19) & word) * 5 + 0xE6546B64 & word
+    result ^= len(data)
+    result = (result ^ result >> 16) * 0x85EBCA6B & word
+    result = (result ^ result >> 13) * 0xC2B2AE35 & word
+    return result ^ result >> 16
+
+
+def test_seeded_noise_is_sglangs() -> None:
+    """The Gumbel transform of MurmurHash3 over 8 bytes of seed, 4 of position and 4 of token."""
+    assert murmur3(b"test") == 0xBA6BD213  # a vector of the reference implementation
+    cases = [(0, 0), (42, 17), (2**63 - 1, 5), (-7, 131071)]
+    seeds, positions = (torch.tensor(column) for column in zip(*cases, strict=True))
+    noise = seeded_noise(seeds, positions, 5)
+    for row, (seed, position) in enumerate(cases):
+        for token in range(5):
+            packed = struct.pack("<qII", seed, position, token)
+            uniform = murmur3(packed) / 0xFFFFFFFF
+            assert noise[row, token].item() == pytest.approx(-math.log(-math.log(uniform)), abs=1e-12)
+
+
+SEEDED = Sampling(24, n=1, seed=5)
+
+
+def outcome(group: Group) -> tuple[list[int], list[float]]:
+    return group.sequences[0].output_ids, group.sequences[0].output_logprobs
+
+
+@pytest.mark.parametrize("length", [1, 3, 31, 33])
+def test_a_seeded_sample_is_the_same_in_any_company(tmp_path: Path, length: int) -> None:
+    """Alone, in a crowd of others that come and go, and among its equals: the same tokens and log-probs, bit by bit."""
+    saved_model(tmp_path)
+    alone = Bench(tmp_path)
+    single = alone.submit(prompt_of(length), SEEDED)
+    alone.run()
+    crowded = Bench(tmp_path)
+    for other in range(9):
+        crowded.submit(prompt_of(2 + 7 * other), Sampling(4 + other, n=1 + other % 3))
+    crowded.run(3)
+    among = [crowded.submit(prompt_of(length), replace(SEEDED, seed=seed)) for seed in (4, 5, 6)]
+    crowded.submit(prompt_of(length + 1), replace(SEEDED, seed=7))
+    crowded.run(5)
+    late = crowded.submit(prompt_of(length), SEEDED)
+    crowded.run()
+    assert outcome(among[1]) == outcome(late) == outcome(single)
+    assert len({tuple(outcome(group)[0]) for group in among}) == 3
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_seeded_sample_goes_on_as_it_would_have(tmp_path: Path, kept: bool) -> None:
+    """Retracted in the middle, or ended and continued from its tokens: what follows is what would have followed."""
+    saved_model(tmp_path)
+    whole = Bench(tmp_path)
+    expected = whole.submit(prompt_of(9), replace(SEEDED, stop_token_ids=()))
+    whole.run()
+    bench = Bench(tmp_path)
+    first = bench.submit(prompt_of(9), SEEDED)
+    bench.run(10)
+    with torch.inference_mode():
+        bench.scheduler.pause("retract" if kept else "abort")
+        bench.scheduler.resume()
+    bench.run()
+    ids, logprobs = outcome(first)
+    assert kept or 0 < len(ids) < 24
+    if not kept:
+        rest = bench.submit([*prompt_of(9), *ids], replace(SEEDED, max_new_tokens=24 - len(ids)))
+        bench.run()
+        ids, logprobs = ids + outcome(rest)[0], logprobs + outcome(rest)[1]
+    assert ids == outcome(expected)[0]
+    assert logprobs == pytest.approx(outcome(expected)[1], abs=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +71,17 @@ async def test_a_group_is_one_request(fake: FakeEngine, engine: SglangServer) ->
         "top_k": -1,
         "stop_token_ids": [2],
     }
+
+
+async def test_each_sample_has_a_seed_of_its_own(fake: FakeEngine, engine: SglangServer) -> None:
+    """SGLang's `sampling_seed`, in a list of parameters for a group and in one set for a sample."""
+    fake.bodies["/generate"] = [row(), row()]
+    await engine.generate("r-1", [5, 6], replace(PARAMS, seeds=(7, 8)))
+    fake.bodies["/generate"] = row()
+    await engine.generate("r-2", [5, 6], replace(PARAMS, n=1, seeds=(9,)))
+    group, single = (body["sampling_params"] for _, body in fake.calls if isinstance(body, dict))
+    assert [each["sampling_seed"] for each in group] == [7, 8]
+    assert single["sampling_seed"] == 9 and single["max_new_tokens"] == group[0]["max_new_tokens"] == 8
 
 
 def test_an_aborted_request_that_made_nothing_is_an_empty_completion() -> None:

@@ -128,6 +128,15 @@ def config_of(**engine: object) -> Config:
     )
 
 
+def test_a_deterministic_rollout_is_deterministic_inference_there() -> None:
+    """Seeds alone have no effect in SGLang; on a CPU, where it has no such mode, the setting is refused."""
+    config = config_of()
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"deterministic": True})})
+    assert "--enable-deterministic-inference" in launch_command(config, device="cuda", address=())
+    with pytest.raises(ConfigError, match=r"rollout\.deterministic"):
+        launch_command(config, device="cpu", address=())
+
+
 def test_the_launch_line() -> None:
     """On a CPU with what SGLang needs there, on a GPU without; the recipe's own arguments come last."""
     config = config_of(tensor_parallel_size=2, args=("--mem-fraction-static", "0.8"))
@@ -137,6 +146,7 @@ def test_the_launch_line() -> None:
     assert cpu[cpu.index("--dtype") + 1] == "bfloat16" and cpu[cpu.index("--tp-size") + 1] == "2"
     assert "torch_native" in cpu and "torch_native" not in gpu
     assert cpu[-2:] == gpu[-2:] == ["--mem-fraction-static", "0.8"]
+    assert "--enable-deterministic-inference" not in gpu
     assert launch_environment(device="cuda", tensor_parallel_size=2) == {}
     environment = launch_environment(device="cpu", tensor_parallel_size=2)
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1"

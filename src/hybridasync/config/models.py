@@ -144,6 +144,13 @@ class RolloutSection(Section):
         le=1,
         description="must be 1: a truncated distribution has other log-probs than the trainer's",
     )
+    deterministic: bool = Field(
+        default=False,
+        description=(
+            "each sample is drawn with a seed of its own, made of seed, prompt and its number: batching and order then "
+            "change nothing. SGLang is started with --enable-deterministic-inference, which wants a GPU"
+        ),
+    )
     max_staleness: NonNegative = Field(
         default=0, description="steps that the engines may run ahead of training (partition lag)"
     )

@@ -13,6 +13,7 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskStatus
 
+from hybridasync.algorithms.seeds import sample_seeds
 from hybridasync.config.models import Config
 from hybridasync.drivers.fleet import Fleet
 from hybridasync.drivers.generation import GroupRequest, Limits, generate_group
@@ -112,7 +113,10 @@ class Evaluation:
         into.append(_Scored(completion, reward))
 
     async def _generate(self, prompt: Prompt, temperature: float) -> Completion:
-        params = SamplingParams(self._parts.limits.budget(len(prompt.input_ids)), temperature)
+        seeds: tuple[int, ...] = ()
+        if self._config.rollout.deterministic and temperature:
+            seeds = sample_seeds(self._config.seed, "evaluation", prompt.uid, count=1)
+        params = SamplingParams(self._parts.limits.budget(len(prompt.input_ids)), temperature, seeds=seeds)
         request = GroupRequest(
             prompt.input_ids, params, partial_rollout=False, max_retries=self._config.rollout.max_retries, gated=False
         )

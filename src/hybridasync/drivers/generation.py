@@ -39,16 +39,16 @@ class GroupRequest:
 async def generate_group(fleet: Fleet, request: GroupRequest) -> tuple[Completion, ...]:
     """n finished completions. Raises the last EngineError once `max_retries` further attempts failed."""
     first = await _attempts(fleet, request, input_ids=request.input_ids, params=request.params)
-    return tuple([await _finished(fleet, request, completion) for completion in first])
+    return tuple([await _finished(fleet, request, completion, index=index) for index, completion in enumerate(first)])
 
 
-async def _finished(fleet: Fleet, request: GroupRequest, completion: Completion) -> Completion:
+async def _finished(fleet: Fleet, request: GroupRequest, completion: Completion, *, index: int) -> Completion:
     while completion.finish_reason == "abort":
         kept = completion if request.partial_rollout else replace(completion, output_ids=(), logprobs=(), spans=())
         left = request.params.max_new_tokens - len(kept.output_ids)
         if left <= 0:
             return replace(kept, finish_reason="length")
-        params = replace(request.params, n=1, max_new_tokens=left)
+        params = replace(request.params, n=1, max_new_tokens=left, seeds=request.params.seeds[index : index + 1])
         (more,) = await _attempts(fleet, request, input_ids=(*request.input_ids, *kept.output_ids), params=params)
         completion = _joined(kept, more)
     return completion

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 
 from hybridasync.algorithms.filters import has_signal
+from hybridasync.algorithms.seeds import sample_seeds
 from hybridasync.config.models import Config
 from hybridasync.drivers.fleet import Fleet
 from hybridasync.drivers.generation import GroupRequest, Limits, generate_group
@@ -126,8 +127,15 @@ class Rollout:
             max_new_tokens=self._parts.limits.budget(len(prompt.input_ids)),
             temperature=rollout.temperature,
             n=rollout.n_samples_per_prompt,
+            seeds=self._seeds(prompt),
         )
         return GroupRequest(prompt.input_ids, params, rollout.partial_rollout, rollout.max_retries)
+
+    def _seeds(self, prompt: Prompt) -> tuple[int, ...]:
+        rollout = self._config.rollout
+        if not rollout.deterministic:
+            return ()
+        return sample_seeds(self._config.seed, "rollout", prompt.uid, count=rollout.n_samples_per_prompt)
 
     def _dropped(
         self, prompt: Prompt, error: EngineError | RewardError, budget: FailureBudget, *, weight: int = 1

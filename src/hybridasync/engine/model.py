@@ -70,10 +70,12 @@ class Decoder:
         *,
         rows: torch.Tensor,
         src: torch.Tensor,
+        width_multiple: int = 1,
     ) -> torch.Tensor:
         """Hidden states [P, T, hidden] (final norm applied) of prompts padded on the right; row rows[m] gets the keys
         and values of prompt src[m], so that all samples of a prompt share one pass."""
         longest = max(len(prompt) for prompt in prompts)
+        longest = min(-(-longest // width_multiple) * width_multiple, self._cos.shape[0])
         ids_PT = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=self.device)
         rotation = self._cos[:longest, None], self._sin[:longest, None]
         x = F.embedding(ids_PT, weights.embedding)

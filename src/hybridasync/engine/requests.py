@@ -28,6 +28,12 @@ class Sampling:
     min_p: float = 0.0
     n: int = 1
     stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None  # None: from the engine's own generator
+
+    @property
+    def seeded(self) -> bool:
+        """Whether its draws follow from the seed alone; greedy ones follow from the weights."""
+        return self.seed is not None and self.temperature > 0
 
 
 class StreamSink(Protocol):

@@ -35,6 +35,8 @@ class RowState:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    seed: torch.Tensor
+    seeded: torch.Tensor
     stops: torch.Tensor  # [R, stop ids], padded with -1
     out_ids: torch.Tensor  # [R, tokens]
     out_logprobs: torch.Tensor  # [R, tokens]
@@ -69,13 +71,31 @@ class Rows:
         self.longest = 0  # upper bound of the cached tokens of a row
         self.sequences: list[GeneratedSequence | None] = []
         self.any_streaming = False
-        self._flags = (False, False)
+        self._flags = (False, False, False)
         integer = torch.zeros(0, dtype=torch.int64, device=device)
         real, truth = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.bool, device=device)
         wide = integer.view(0, 1)
         self.state = RowState(
-            integer, integer, integer, integer, truth, real, truth, integer, real, real, wide, wide, real.view(0, 1)
+            length=integer,
+            last=integer,
+            count=integer,
+            limit=integer,
+            alive=truth,
+            inverse_temperature=real,
+            greedy=truth,
+            top_k=integer,
+            top_p=real,
+            min_p=real,
+            seed=integer,
+            seeded=truth,
+            stops=wide,
+            out_ids=wide,
+            out_logprobs=real.view(0, 1),
         )
+
+    @property
+    def any_seeded(self) -> bool:
+        return self._flags[2]
 
     def living(self) -> list[tuple[int, GeneratedSequence]]:
         return [(row, sequence) for row, sequence in enumerate(self.sequences) if sequence is not None]
@@ -180,6 +200,9 @@ class Rows:
             state.top_k[rows],
             state.top_p[rows],
             state.min_p[rows],
+            state.seed[rows],
+            state.seeded[rows],
+            state.length[rows] - 1,
             *self._flags,
         )
 
@@ -197,6 +220,8 @@ class Rows:
         state.top_k[rows] = torch.tensor([s.top_k for s in given], device=self.device)
         state.top_p[rows] = torch.tensor([s.top_p if s.top_p < 1 else _NO_TOP_P for s in given], device=self.device)
         state.min_p[rows] = torch.tensor([float(s.min_p) for s in given], device=self.device)
+        state.seed[rows] = torch.tensor([s.seed or 0 for s in given], dtype=torch.int64, device=self.device)
+        state.seeded[rows] = torch.tensor([s.seeded for s in given], device=self.device)
         state.stops[rows] = torch.tensor(padded, device=self.device)
 
     def _make_room(self, tokens: int, stops: int) -> None:
@@ -241,6 +266,7 @@ class Rows:
         self._flags = (
             any(s.temperature == 0 for s in given),
             any(s.top_p < 1 or s.min_p > 0 or s.top_k < TOP_K_ALL for s in given),
+            any(s.seeded for s in given),
         )
 
     @staticmethod

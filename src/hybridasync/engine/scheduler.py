@@ -34,6 +34,13 @@ NOT_FLUSHED = (
 _BROKEN = "the model's output isn't finite: its weights are broken"
 
 
+SEEDED_ROWS = 4
+SEEDED_WIDTH = 16
+"""What a sample with a seed is computed in, whoever shares its batch: at least so many rows, and a prompt padded to a
+multiple of this. Kernels for fewer rows (MKL) and for ragged ends (torch's attention) round otherwise, by 1e-7, which
+now and then decides between two tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`max_total_tokens` bounds rows × positions of the cache, `max_prefill_tokens` one prefill pass, padded."""
@@ -212,12 +219,14 @@ class Scheduler:
         members = sorted(
             by_context.values(), key=lambda sharing: len(sharing[0].group.input_ids) + len(sharing[0].output_ids)
         )
+        seeded = any(sequence.group.sampling.seeded for sequence in chosen)
         prompts: list[list[int]] = []
         sequences: list[GeneratedSequence] = []
         sources: list[int] = []
         for sharing in members:
             context = sharing[0].context
-            if prompts and (len(prompts) + 1) * len(context) > self.limits.max_prefill_tokens:
+            full = (len(prompts) + 1) * len(context) > self.limits.max_prefill_tokens
+            if prompts and (full or (seeded and _width(context) != _width(prompts[-1]))):
                 yield prompts, sequences, sources
                 prompts, sequences, sources = [], [], []
             sources += [len(prompts)] * len(sharing)
@@ -229,9 +238,14 @@ class Scheduler:
         lengths = [len(prompt) for prompt in prompts]
         rows = self.rows.place(sequences, [lengths[source] for source in sources])
         src = torch.tensor(sources, device=rows.device)
-        hidden = self.decoder.prefill(self.weights, prompts, self.rows.cache, rows=rows, src=src)
+        multiple = SEEDED_WIDTH if self.rows.any_seeded else 1
+        hidden = self.decoder.prefill(
+            self.weights, prompts, self.rows.cache, rows=rows, src=src, width_multiple=multiple
+        )
         last = torch.tensor(lengths, device=rows.device) - 1
-        logits = self.decoder.logits(self.weights, hidden[torch.arange(len(prompts), device=rows.device), last])
+        # repeated up to the fewest rows of a seeded batch; `src` picks none of the repetitions
+        prompt = torch.arange(max(len(prompts), self._fewest_rows), device=rows.device) % len(prompts)
+        logits = self.decoder.logits(self.weights, hidden[prompt, last[prompt]])
         for index, source in enumerate(sources):
             group = sequences[index].group
             if group.logprob_start >= 0 and group.input_logprobs is None:
@@ -251,13 +265,17 @@ class Scheduler:
 
     def _decode(self) -> None:
         rows, state = self.rows, self.rows.state
-        positions, batch = rows.make_step_room(), slice(0, rows.used)
+        positions, batch = rows.make_step_room(), slice(0, max(rows.used, self._fewest_rows))
         logits = self.decoder.step(
             self.weights, state.last[batch], state.length[batch], cache=rows.cache, positions=positions
         )
         rows.advance()
         tokens, logprobs = sample(logits, rows.sampling(batch), self.generator)
         self._after_sampling(batch, tokens, logprobs)
+
+    @property
+    def _fewest_rows(self) -> int:
+        return SEEDED_ROWS if self.rows.any_seeded else 1
 
     def _after_sampling(self, rows: torch.Tensor | slice, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         leaving = self.rows.record(rows, tokens, logprobs)
@@ -269,7 +287,7 @@ class Scheduler:
     def _stream(
         self, rows: torch.Tensor | slice, tokens: torch.Tensor, logprobs: torch.Tensor, *, ending: set[int]
     ) -> None:
-        numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+        numbers = range(len(self.rows.sequences)) if isinstance(rows, slice) else rows.tolist()
         for place, row in enumerate(numbers):
             sequence = self.rows.sequences[row]
             if sequence is not None and sequence.group.stream and row not in ending:
@@ -344,3 +362,7 @@ class Scheduler:
             if tokens:
                 sequence.version_changes.append((self.version, tokens))
         self.version = version
+
+
+def _width(context: list[int]) -> int:
+    return -(-len(context) // SEEDED_WIDTH)

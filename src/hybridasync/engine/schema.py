@@ -34,7 +34,6 @@ _UNSUPPORTED_SAMPLING: dict[str, tuple[object, ...]] = {  # name → values that
     "beam_width": (None, 1),
     "watermark": (None,),
 }
-# `sampling_seed` is without effect in SGLang too, unless it runs in deterministic mode
 _IGNORED_SAMPLING = frozenset(
     {
         "skip_special_tokens",
@@ -42,7 +41,6 @@ _IGNORED_SAMPLING = frozenset(
         "no_stop_trim",
         "stream_interval",
         "custom_params",
-        "sampling_seed",
     }
 )
 
@@ -88,6 +86,7 @@ class SamplingBody(BaseModel):
     n: int = Field(1, ge=1, le=MAX_SAMPLES_PER_CALL)
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_IDS)
+    sampling_seed: int | None = Field(None, ge=-(2**63), lt=2**63)
 
 
 class PauseBody(Body):
@@ -194,6 +193,7 @@ def parse_sampling(given: dict[str, Any], prompt_tokens: int, limits: ModelLimit
         min_p=body.min_p,
         n=body.n,
         stop_token_ids=tuple(sorted(token for token in stops if 0 <= token < limits.vocab_size)),
+        seed=body.sampling_seed,
     )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from hybridasync.config.models import Config
+from hybridasync.errors import ConfigError
 
 CPU_ENVIRONMENT: Mapping[str, str] = {
     # Without it SGLang finds no platform that it knows.
@@ -43,12 +44,20 @@ def reserved_tokens(config: Config) -> int:
 def launch_command(config: Config, *, device: str, address: tuple[str, ...]) -> list[str]:
     """The server's command line; `address` are host, port and what all kinds of engines share.
 
-    What the recipe gives in `engine.args` comes last: SGLang takes the last of an option given twice.
+    What the recipe gives in `engine.args` comes last: SGLang takes the last of an option given twice. Raises
+    ConfigError for what it can't do on this device.
     """
     engine = config.engine
     command = [str(engine.python), "-m", "sglang.launch_server", "--model-path", str(config.model.hf_checkpoint)]
     command += ["--skip-tokenizer-init", "--dtype", _DTYPES[engine.dtype or config.model.dtype]]
     command += ["--tp-size", str(engine.tensor_parallel_size), "--log-level-http", "warning"]
+    if config.rollout.deterministic:
+        if device == "cpu":
+            raise ConfigError(
+                'SGLang has no deterministic inference on a CPU: set it to false, or take engine.kind = "embedded"',
+                setting="rollout.deterministic",
+            )
+        command.append("--enable-deterministic-inference")
     if device == "cpu":
         command += CPU_ARGUMENTS
     return [*command, *address, *engine.args]

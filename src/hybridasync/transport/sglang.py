@@ -99,6 +99,9 @@ class SglangServer:
             raise LocalProtocolError(f"{self.name}: a prompt with no ids or a negative one must not be sent")
         rids = _sample_ids(rid, params.n)
         body: dict[str, object] = {"return_logprob": True, "sampling_params": _sampling_params(params)}
+        if params.seeds:
+            seeded = [_sampling_params(params) | {"sampling_seed": seed} for seed in params.seeds]
+            body["sampling_params"] = seeded if params.n > 1 else seeded[0]
         if params.n == 1:
             body |= {"rid": rid, "input_ids": list(input_ids)}
         else:
