@@ -173,6 +173,7 @@ class RecordingSink:
         self.publications: list[PublicationResult] = []
         self.evaluations: list[EvalResult] = []
         self.steps: list[tuple[int, dict[str, float]]] = []
+        self.synced = 0  # steps that were on disk by then
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append((step, dict(metrics)))
@@ -188,6 +189,9 @@ class RecordingSink:
 
     def event(self, name: str, /, **fields: object) -> None:
         self.events.append((name, fields))
+
+    def sync(self) -> None:
+        self.synced = len(self.steps)
 
     def names(self) -> list[str]:
         return [name for name, _ in self.events]

@@ -310,6 +310,44 @@ async def test_c28_a_resume_goes_on_where_it_was_and_versions_never_go_back() ->
     assert sorted(set(trained)) == list(range(16)) and len(trained) == 32
 
 
+async def test_c53_the_row_of_a_step_is_on_disk_before_its_checkpoint() -> None:
+    """C53: killed between the two, a resumed run has neither a gap nor a second row; the next row counts the saving."""
+    bench = Bench(recipe(4, checkpoint={"save_interval": 2}))
+    commit, synced = bench.store.commit, list[tuple[int, int]]()
+
+    def slow_commit(step: int, state: Mapping[str, Any]) -> Path:
+        synced.append((step, bench.sink.synced))
+        return commit(step, state)
+
+    bench.store.commit = slow_commit  # type: ignore[method-assign]
+    await bench.run()
+    assert synced == [(2, 2), (4, 4)]
+    took = [metrics["checkpoint_s"] for _, metrics in bench.sink.steps]
+    assert [seconds > 0 for seconds in took] == [False, False, True, False]
+    assert all(metrics["step_s"] >= metrics["checkpoint_s"] for _, metrics in bench.sink.steps)
+
+
+async def test_an_evaluation_that_was_cut_off_is_made_again_after_a_resume() -> None:
+    """A checkpoint knows of an evaluation under way: the same weights are evaluated before the next step."""
+    first = Bench(recipe(4, eval={**EVAL, "eval_interval": 2}, checkpoint={"save_interval": 2}))
+    answer = first.server.generate
+
+    async def hangs(rid: str, ids: Sequence[int], params: Any) -> tuple[Completion, ...]:
+        if params.temperature == 0 and first.log.count("train 1"):
+            await anyio.sleep_forever()
+        return await answer(rid, ids, params)
+
+    first.server.generate = hangs  # type: ignore[method-assign]
+    async with first.loop() as loop:
+        await loop.begin()
+        for _ in range(2):
+            await loop.one_step()
+    assert [result.step for result in first.sink.evaluations] == [0]
+    second = Bench(first.config)
+    await second.run(first.store.states[2])
+    assert [(result.step, result.version) for result in second.sink.evaluations] == [(2, 2), (4, 4)]
+
+
 async def test_c19_at_staleness_zero_the_three_modes_train_on_the_same_samples() -> None:
     """C19: same prompts, tokens, log-probs, advantages and versions, step by step, in sync, hybrid and fully_async."""
     batches = []

@@ -136,7 +136,7 @@ def problems(directory: Path, expected: Trained) -> list[str]:
         f"samples a step: {found.per_step}, expected {expected.per_step}": found.per_step == expected.per_step,
         f"partition lag {found.stale} is above {limit}": found.stale <= limit,
         f"version lag {found.version_lag} isn't in 0..{lag}": 0 <= found.version_lag <= lag,
-        f"weight versions {versions} don't go up one by one": versions == [step + 1 for step in range(len(versions))],
+        f"weight versions {versions} don't go up one by one": versions == [step + 1 for step in expected.per_step],
     }
     return [problem for problem, holds in checks.items() if not holds]
 

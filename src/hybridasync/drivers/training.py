@@ -66,6 +66,8 @@ class TrainingLoop:
         self._background = background
         self._evaluated = anyio.Event()
         self._evaluated.set()
+        self._owes_evaluation = False
+        self._saving_s = 0.0  # of the checkpoint after the previous step, which the next row reports
         self.step = 0  # the next one
         self.version = 0
         self.publications = 0
@@ -75,8 +77,8 @@ class TrainingLoop:
     async def begin(self) -> None:
         """The initial publication (R13), the evaluation before training where configured (R50), then the rollout."""
         await self.publish(None)
-        resumed = self.step > 0
-        if self._parts.evaluation and not resumed and not self._config.eval.skip_eval_before_train:
+        first = self.step == 0 and not self._config.eval.skip_eval_before_train
+        if self._parts.evaluation and (first or self._owes_evaluation):
             await self.evaluate()
         self._background.start_soon(self._parts.rollout.run)
 
@@ -90,11 +92,13 @@ class TrainingLoop:
         waited = anyio.current_time() - started
         metrics = await self._train(step, groups)
         self.step = self.version = step + 1
-        publication, saved = await self._after(step)
+        publication = await self._after(step)
+        saving_s, self._saving_s = self._saving_s, 0.0
         metrics |= {
             "train_wait_s": waited + (publication.drain_s if publication else 0.0),
             "engine_idle_s": self._parts.fleet.take_idle_s(),
-            "step_s": anyio.current_time() - started,
+            "step_s": anyio.current_time() - started + saving_s,
+            "checkpoint_s": saving_s,
             "publications": float(self.publications),
             "weight_version": float(self.version),
             "in_flight": float(self._parts.fleet.in_flight),
@@ -102,7 +106,9 @@ class TrainingLoop:
         metrics |= publication_metrics(publication) | dict(self._parts.resources())
         metrics["response_tok_s"] = metrics["response_tokens_sum"] / metrics["step_s"]
         metrics["samples_s"] = metrics["samples"] / metrics["step_s"]
+        # Before the checkpoint: a run that is killed in between and resumed there would lack the row for ever.
         self._parts.sink.step(step, metrics)
+        saved = await self._save() if self._schedule.save_due(step) else None
         return Step(step, metrics, publication, saved)
 
     async def publish(self, step: int | None) -> PublicationResult | None:
@@ -138,6 +144,7 @@ class TrainingLoop:
             "version": self.version,
             "publications": self.publications,
             "samples_trained": self.samples_trained,
+            "evaluation_pending": not self._evaluated.is_set(),
             "rollout": self._parts.rollout.state(),
         }
 
@@ -151,6 +158,7 @@ class TrainingLoop:
         self.version = int(state["version"])
         self.publications = int(state["publications"])
         self.samples_trained = int(state["samples_trained"])
+        self._owes_evaluation = bool(state.get("evaluation_pending"))  # it was cut off: these weights again
         self._parts.rollout.restore(state["rollout"])
 
     async def _train(self, step: int, groups: tuple[Group, ...]) -> dict[str, float]:
@@ -177,8 +185,8 @@ class TrainingLoop:
         counts.clear()
         return metrics | dict(result.metrics) | (kl_metrics(groups, algorithm.kl_coef) if algorithm.kl_coef else {})
 
-    async def _after(self, step: int) -> tuple[PublicationResult | None, str | None]:
-        """Publication, evaluation and checkpoint of a finished step; then its slots are free.
+    async def _after(self, step: int) -> PublicationResult | None:
+        """Publication and evaluation of a finished step; then its slots are free.
 
         A step without a publication touches nothing on the rollout side (R11): pausing without the matching end would
         leave the engines standing.
@@ -190,10 +198,11 @@ class TrainingLoop:
             self._evaluated = anyio.Event()
             await self._background.start(self._evaluate_in_background)
         self._parts.rollout.finish(step)
-        saved = await self._save() if self._schedule.save_due(step) else None
-        return publication, saved
+        return publication
 
     async def _save(self) -> str | None:
+        started = anyio.current_time()
+        self._parts.sink.sync()
         try:
             return await self._parts.checkpointing.save(self.step, self.state())
         except CheckpointError as error:
@@ -201,6 +210,8 @@ class TrainingLoop:
                 raise
             self._parts.sink.event("checkpoint_failed", level="warning", completed=self.step, cause=str(error))
             return None
+        finally:
+            self._saving_s = anyio.current_time() - started
 
     def _serving(self, step: int) -> bool:
         """With every engine away an evaluation would hold up training, which still has queued batches (R109)."""

@@ -108,6 +108,11 @@ class JsonLines:
 
         self._attempt(rewrite)
 
+    def sync(self) -> None:
+        """What was appended stays, whatever happens to the machine."""
+        if (file := self._file) is not None:
+            self._attempt(lambda: os.fsync(file.fileno()))
+
     def close(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):

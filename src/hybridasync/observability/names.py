@@ -75,7 +75,8 @@ RESPONSE_TOK_S = _metric(
     "response_tok_s", "rollout", "consumed response tokens by end-to-end step time", unit="tokens/s"
 )
 SAMPLES_S = _metric("samples_s", "rollout", "consumed samples by end-to-end step time", unit="samples/s")
-STEP_S = _metric("step_s", "time", "end-to-end step time, with waiting, publication and checkpoint", unit="s")
+STEP_S = _metric("step_s", "time", "end-to-end step time, with waiting, publication and checkpoint_s", unit="s")
+CHECKPOINT_S = _metric("checkpoint_s", "time", "of a step: the checkpoint after the step before it", unit="s")
 FRAMEWORK_S = _metric("framework_s", "time", "step time without publication and evaluation", unit="s")
 TRAIN_S = _metric("train_s", "time", "time of the training step on the workers", unit="s")
 TRAIN_WAIT_S = _metric(

@@ -140,6 +140,11 @@ class RunSinks:
             self.errors += 1
         self.log.event(name, **fields)
 
+    def sync(self) -> None:
+        """The rows of steps, evaluations and samples are on disk."""
+        for file in (self._metrics, self._evaluations, self._samples):
+            file.sync()
+
     def close(self) -> None:
         for file in (self._metrics, self._evaluations, self._samples):
             file.close()

@@ -61,6 +61,9 @@ class Record:
         self.events[name] += 1
         self.note(f"{name} {fields.get('engine', '')} {fields.get('cause', '')}".rstrip())
 
+    def sync(self) -> None:
+        return None
+
     # Checks
 
     def check_batch(self, batch: TrainBatch) -> None:
