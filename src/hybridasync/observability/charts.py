@@ -25,7 +25,7 @@ Series = tuple[list[float], list[float]]  # x and y
 
 MAX_POINTS = 400  # of one curve; more are averaged, so that a report of a long run stays small
 # Any, because the stubs of newer matplotlib releases list the legal keys and those of older ones do not.
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 9.5,
     "axes.edgecolor": "#c9ced6",
     "axes.labelcolor": INK,
@@ -73,7 +73,7 @@ def draw_all(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[Chart]:
     curves = Curves(thin(steps), evaluations)
     drawn = []
     for number, (title, caption, draw) in enumerate(_CHARTS):
-        with matplotlib.rc_context(_STYLE | {"svg.hashsalt": f"chart-{number}"}):
+        with matplotlib.rc_context(STYLE | {"svg.hashsalt": f"chart-{number}"}):
             figure = Figure(figsize=(6.0, 2.7), layout="constrained")
             axes = figure.add_subplot()
             if draw(axes, curves):
@@ -82,7 +82,7 @@ def draw_all(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[Chart]:
                 axes.margins(x=0.02)
                 if axes.get_xlim()[1] - axes.get_xlim()[0] < 1:
                     axes.set_xlim(0, 2)  # one step only
-                drawn.append(Chart(title, caption, _svg(figure, number)))
+                drawn.append(Chart(title, caption, bare_svg(figure, number)))
     return drawn
 
 
@@ -253,7 +253,7 @@ _CHARTS: tuple[tuple[str, str, Callable[[Axes, Curves], bool]], ...] = (
 )
 
 
-def _svg(figure: Figure, number: int) -> str:
+def bare_svg(figure: Figure, number: int) -> str:
     """The bare <svg> element, without prologue and metadata; ids are made unique within the page."""
     buffer = io.BytesIO()
     metadata = {"Creator": None, "Date": None, "Format": None, "Type": None}

@@ -33,11 +33,8 @@ def render(run_dir: Path) -> str:
     from hybridasync.observability.charts import draw_all
 
     records = read_run(run_dir)
-    template = files("hybridasync.observability").joinpath("report.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(template).render(
+    return page(
+        "hybridasync.observability",
         name=run_dir.resolve().name,
         status=str(records.summary.get("status", "running")),
         headline=headline(records),
@@ -48,6 +45,19 @@ def render(run_dir: Path) -> str:
         summary=json.dumps(records.summary, indent=2, ensure_ascii=False),
         config=records.config_toml,
     )
+
+
+def page(package: str, **values: object) -> str:
+    """The page `report.html.j2` of a package, filled in, with the style that all reports share."""
+
+    def text(owner: str, name: str) -> str:
+        return files(owner).joinpath(name).read_text(encoding="utf-8")
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    style = text("hybridasync.observability", "report.css")
+    return environment.from_string(text(package, "report.html.j2")).render(style=style, **values)
 
 
 def headline(records: RunRecords) -> list[tuple[str, str]]:
