@@ -29,36 +29,41 @@ Overrides = Annotated[
 ]
 
 
+Variants = Annotated[
+    str, typer.Option("--variants", help="Names with commas between them. Default: all of them.", show_default=False)
+]
+Window = Annotated[
+    str | None,
+    typer.Option("--window", metavar="FIRST:LAST", help="Steps compared (0-based). Default: the middle half."),
+]
+Blocking = Annotated[
+    bool,
+    typer.Option(
+        "--blocking",
+        help="baseline, zero_kl and optimized publish the reference's way: drain, pause, whole transfer, resume.",
+    ),
+]
+Accept = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept",
+        metavar="CONDITION",
+        help="A threshold that must hold in every trial, like 'optimized/zero_kl >= 1.05' or 'staged.pause_ms <= 10'; "
+        "may be repeated.",
+    ),
+]
+
+
 @bench.command("publication")
 def publication(
     *,
     out: Annotated[Path, typer.Option("--out", help="New directory of report and evidence.")],
     trials: Annotated[int, typer.Option("--trials", min=1, help="Trials of each variant; one seed each.")] = 3,
     steps: Annotated[int, typer.Option("--steps", min=2, help="Training steps of a trial.")] = 20,
-    variants: Annotated[
-        str,
-        typer.Option("--variants", help="Names with commas between them. Default: all of them.", show_default=False),
-    ] = "",
-    window: Annotated[
-        str | None,
-        typer.Option("--window", metavar="FIRST:LAST", help="Steps compared (0-based). Default: the middle half."),
-    ] = None,
-    blocking: Annotated[
-        bool,
-        typer.Option(
-            "--blocking",
-            help="baseline, zero_kl and optimized publish the reference's way: drain, pause, whole transfer, resume.",
-        ),
-    ] = False,
-    accept: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--accept",
-            metavar="CONDITION",
-            help="A threshold that must hold in every trial, like 'optimized/zero_kl >= 1.05' or 'staged.pause_ms <= "
-            "10'; may be repeated.",
-        ),
-    ] = None,
+    variants: Variants = "",
+    window: Window = None,
+    blocking: Blocking = False,
+    accept: Accept = None,
     recipe: Annotated[str, typer.Option("--recipe", help="What is trained: name or path of a recipe.")] = RECIPE,
     set_: Overrides = None,
 ) -> None:
@@ -70,7 +75,7 @@ def publication(
     optimized     after every second step
     staged        after every step, prepared while the engines generate
     staged-delta  the same, and only what changed
-    adaptive      staged, at an interval chosen from the measured cost
+    adaptive      staged, after every step or every second, whatever the measured cost asks for
 
     Each trial is a real run in processes of its own. Two CPU cores take about half a minute for one of 20 steps.
     A benchmark that was stopped goes on when the same command is given again.
@@ -125,8 +130,8 @@ def _show(results: Results) -> None:
     from hybridasync.bench.report import MAIN, headline, measures_table, verdict_text
 
     typer.echo(headline(results).replace("`", ""))
-    header, rows = measures_table(results, MAIN)
-    table = Table(*header, box=box.SIMPLE_HEAD, pad_edge=False)
+    _, rows = measures_table(results, MAIN)
+    table = Table("variant", *MAIN, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     Console().print(table)

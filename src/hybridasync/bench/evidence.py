@@ -104,7 +104,11 @@ def _same(path: Path, *, listed: Mapping[str, str], found: Mapping[str, str], in
     wrong = [
         *_complaints("is missing", listed.keys() - found.keys(), inside),
         *_complaints(f"isn't in {path.name}", found.keys() - listed.keys(), inside),
-        *_complaints("was changed", (n for n in listed.keys() & found.keys() if listed[n] != found[n]), inside),
+        *_complaints(
+            f"differs from its line in {path.name}",
+            (n for n in listed.keys() & found.keys() if listed[n] != found[n]),
+            inside,
+        ),
     ]
     if wrong:
         raise EvidenceError("; ".join(wrong))

@@ -23,6 +23,8 @@ COLUMNS: Mapping[str, str] = {
     "publish_s": "the training loop was held up by the publication of this step's weights",
     "published": "publications of this step's weights",
     "prepare_s": "publication: export and staging, before the pause",
+    "export_s": "publication: the trainer wrote the weights",
+    "stage_s": "publication: engines prepared them while they generated",
     "drain_s": "publication: requests in flight were let finish",
     "wait_s": "publication: from asking for the pause until all engines were paused",
     "transfer_s": "publication: weights brought into effect",
@@ -49,6 +51,7 @@ COLUMNS: Mapping[str, str] = {
     "tis_clip_fraction": "share of tokens whose importance weight was cut",
     "version_lag_mean": "weight age of the samples, in versions, mean",
     "version_lag_max": "weight age of the samples, in versions, largest",
+    "publication_lag": "weight age beyond what running ahead causes: what skipped publications add, in versions",
     "partition_lag_mean": "steps that generation was ahead, mean",
     "reward_mean": "mean reward",
     "loss": "objective",
@@ -105,6 +108,8 @@ MEASURES: Mapping[str, Measure] = {
         _mean("publish_s", "s"),
         Measure("publications", "publications a step", "", "published"),
         _mean("prepare_s", "s", of_publications=True),
+        _mean("export_s", "s", of_publications=True),
+        _mean("stage_s", "s", of_publications=True),
         _mean("wait_s", "s", of_publications=True),
         _mean("transfer_s", "s", of_publications=True),
         _mean("verify_s", "s", of_publications=True),
@@ -127,6 +132,7 @@ MEASURES: Mapping[str, Measure] = {
         _mean("tis_mean", ""),
         _mean("tis_clip_fraction", ""),
         _mean("version_lag_mean", "versions"),
+        _mean("publication_lag", "versions"),
         _mean("reward_mean", ""),
     )
 }

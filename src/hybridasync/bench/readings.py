@@ -18,7 +18,7 @@ from hybridasync.observability.jsonl import Row, read
 
 TRIALS = "trials"
 
-_OF_PUBLICATIONS = ("prepare_s", "drain_s", "wait_s", "transfer_s", "verify_s", "resume_s")
+_OF_PUBLICATIONS = ("prepare_s", "export_s", "stage_s", "drain_s", "wait_s", "transfer_s", "verify_s", "resume_s")
 _NO_IMPORTANCE = 1.0
 """Of `ratio_mean` and `tis_mean` in a step that computed none."""
 
@@ -128,6 +128,7 @@ def _steps(
         for name in ("ratio_mean", "tis_mean"):
             values[name] = values[name] or _NO_IMPORTANCE
         values |= {"step": float(number), "in_window": float(plan.first <= number <= plan.last)}
+        values["publication_lag"] = values["version_lag_mean"] - values["partition_lag_mean"]
         values |= _published(publications.get(number, ()))
         if during:  # else the run's own figure of the machine stays
             values |= _used(during)

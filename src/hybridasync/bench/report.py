@@ -17,8 +17,18 @@ NOISY_PERCENT = 10.0
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
-MAIN = ("response_tok_s", "step_s", "publish_share", "pause_ms", "pause_ms_max", "version_lag_mean")
-_TIMES = ("train_s", "train_wait_s", "engine_idle_s", "prepare_s", "wait_s", "transfer_s", "verify_s", "resume_s")
+MAIN = ("response_tok_s", "step_s", "publish_share", "pause_ms", "pause_ms_max", "version_lag_mean", "publication_lag")
+_TIMES = (
+    "train_s",
+    "train_wait_s",
+    "engine_idle_s",
+    "export_s",
+    "stage_s",
+    "wait_s",
+    "transfer_s",
+    "verify_s",
+    "resume_s",
+)
 _USE = (
     "cpu_percent",
     "trainer_cpu_percent",
@@ -107,7 +117,7 @@ def sections(results: Results) -> list[tuple[str, str, Table | None]]:
             "Against each other",
             "Paired: trials of one seed. Ratios are geometric means over pairs, differences are means; in brackets "
             "95 % intervals of a bootstrap over pairs and, within them, steps. With few pairs an interval says little: "
-            "look at the pairs.",
+            "look at the pairs. All of it is in paired.csv.",
             _compared_table(results),
         ),
         ("Main figures", "Means over the window, then over trials.", measures_table(results, MAIN)),
@@ -157,16 +167,26 @@ def _variants(results: Results) -> Table:
 
 
 def _compared_table(results: Results) -> Table:
-    rows = [
-        (
-            f"{one.variant} against {one.against}",
-            f"{one.measure.meaning}, {one.kind}",
-            _estimate(one),
-            ", ".join(_value(value, one) for value in one.interval.pairs),
-        )
-        for one in results.compared
-    ]
-    return ("variants", "measure", "estimate [95 %]", "pairs"), rows
+    """A row for each pair of variants, a column for each measure that could be compared."""
+    names = list(dict.fromkeys(one.measure.name for one in results.compared))
+    by_pair: dict[tuple[str, str], dict[str, Compared]] = {}
+    for one in results.compared:
+        by_pair.setdefault((one.variant, one.against), {})[one.measure.name] = one
+    rows = []
+    for (variant, against), found in by_pair.items():
+        first = found.get(names[0])
+        pairs = ", ".join(_value(value, first) for value in first.interval.pairs) if first else "–"
+        cells = [_estimate(found[name]) if name in found else "–" for name in names]
+        rows.append([f"{variant} / {against}", cells[0], pairs, *cells[1:]])
+    if not rows:
+        return ("variants",), []
+    kinds = {one.measure.name: one for one in results.compared}
+    titles = [f"{kinds[n].measure.meaning}, {_unit(kinds[n])}" for n in names]
+    return ("variants", titles[0], "its pairs", *titles[1:]), rows
+
+
+def _unit(one: Compared) -> str:
+    return "ratio" if one.kind == "ratio" else f"difference{', ' + one.measure.unit if one.measure.unit else ''}"
 
 
 def _estimate(one: Compared) -> str:
@@ -177,7 +197,7 @@ def _estimate(one: Compared) -> str:
 def _value(value: float, compared: Compared) -> str:
     if compared.kind == "ratio":
         return f"{value:.3f}"
-    return f"{value:+.3g}{' ' + compared.measure.unit if compared.measure.unit else ''}"
+    return f"{value:+.3g}"
 
 
 def measures_table(results: Results, names: Sequence[str]) -> Table:

@@ -25,6 +25,7 @@ COMPARED: Mapping[str, Comparison] = {
     "train_wait_s": "difference",
     "engine_idle_s": "difference",
     "version_lag_mean": "difference",
+    "publication_lag": "difference",
     "trainer_peak_mib": "difference",
     "rollout_peak_mib": "difference",
 }

@@ -29,8 +29,8 @@ ATTEMPTS = 2
 _STOP_S = 90.0
 """A run that is stopped resumes its engines first (`publication.resume_budget_s` and torchrun's own 30 s)."""
 
-# Large, and of no use as evidence: what was made from seeds is named by its digest in the manifest.
-_DROPPED = ("checkpoints", "prepared", "hf", "tensorboard", "run.lock", "metrics.prom")
+# Secret, or large and of no use as evidence: what was made from seeds is named by its digest in the manifest.
+_DROPPED = ("checkpoints", "prepared", "hf", "tensorboard", "run.lock", "metrics.prom", ".token")
 
 Status = Literal["complete", "failed", "infrastructure"]
 
@@ -63,7 +63,7 @@ def run_job(plan: Plan, job: Job, folder: Path) -> Ended:
     Raises OSError, Interrupted.
     """
     for attempt in range(1, ATTEMPTS + 1):
-        ended = _attempt(plan, job, folder, attempt)
+        ended = _attempt(plan, job, folder, number=attempt)
         if ended.status != "infrastructure" or attempt == ATTEMPTS:
             break
         aside = folder.with_name(f"{folder.name}-attempt-{attempt}")
@@ -81,7 +81,7 @@ def already_done(folder: Path) -> Ended | None:
         return None
 
 
-def _attempt(plan: Plan, job: Job, folder: Path, attempt: int) -> Ended:
+def _attempt(plan: Plan, job: Job, folder: Path, *, number: int) -> Ended:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started = time.monotonic()
@@ -106,7 +106,7 @@ def _attempt(plan: Plan, job: Job, folder: Path, attempt: int) -> Ended:
         steps,
         round(wall_s, 3),
         _start_s(folder),
-        attempt,
+        number,
         reason,
     )
     (folder / FILE_NAME).write_text(json.dumps(asdict(ended), indent=1) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ INTERVAL = "publication.update_weights_interval"
 STAGED = "publication.staged"
 DELTA = "publication.delta"
 BLOCKING = "publication.blocking"
+K_MAX = "publication.k_max"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,11 @@ VARIANTS: Mapping[str, Variant] = {
             "after every step, staged, and only what changed",
             {INTERVAL: "1", STAGED: "true", DELTA: "true"},
         ),
-        Variant("adaptive", "at an interval chosen from the measured cost, staged", {INTERVAL: "auto", STAGED: "true"}),
+        Variant(
+            "adaptive",
+            "after every step or every second, as publications are measured to cost; staged",
+            {INTERVAL: '"auto"', K_MAX: "2", STAGED: "true"},
+        ),
     )
 }
 
