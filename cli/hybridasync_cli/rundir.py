@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hybridasync.config.models import Config
 from hybridasync.config.recipes import recipe_name
-from hybridasync.config.resolved import FILE_NAME
+from hybridasync.config.resolved import FILE_NAME, read_resolved
 from hybridasync.errors import ConfigError
-from hybridasync.transport.checkpoints import CheckpointFolders
+from hybridasync.transport.checkpoints import CheckpointFolders, run_state
 
 RUNS = Path("runs")
 # Logs, metrics and one checkpoint of the smallest model; a disk with less fails in the middle of the first save.
@@ -64,11 +64,25 @@ def finished(config: Config, directory: Path) -> str | None:
 
     Raises: CheckpointError: what the run saved is gone.
     """
-    wanted, latest = config.rollout.num_rollout, CheckpointFolders(directory / "checkpoints", keep=1).latest()
+    latest = CheckpointFolders(directory / "checkpoints", keep=1).latest()
     exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
+    wanted = None if latest is None else _steps(config, directory, latest)
     if wanted is None or latest is None or not exported or int(latest.name.removeprefix("step_")) < wanted:
         return None
     return f"nothing to do: {latest} is at step {int(latest.name.removeprefix('step_'))}, and num_rollout is {wanted}"
+
+
+def _steps(config: Config, directory: Path, checkpoint: Path) -> int | None:
+    """Steps of the run. Where epochs count, those that its last start found, unless what they follow from changed."""
+    now = config.rollout
+    if now.num_epoch is None:
+        return now.num_rollout
+    before = read_resolved(directory).rollout
+    names = ("num_epoch", "num_rollout", "rollout_batch_size")
+    if any(getattr(now, name) != getattr(before, name) for name in names):
+        return None
+    steps = run_state(checkpoint).get("num_rollout")
+    return steps if isinstance(steps, int) else None
 
 
 def make_run_dir(path: Path) -> None:

@@ -31,6 +31,42 @@ def test_r116_a_killed_run_is_trained_on_the_same_prompts(tmp_path: Path) -> Non
     assert "1 of 1 runs equal" in done.stdout
 
 
+MADE = """
+import random
+
+def prompt(index, seed):
+    digits = "".join(random.Random(f"{seed}:{index}").choices("0123456789", k=4))
+    return {"prompt": f"sort {digits}=", "label": "".join(sorted(digits))}
+"""
+
+
+def test_r39_prompts_of_a_function_are_trained_on_exactly_once_too(tmp_path: Path) -> None:
+    """R39, R116: no data set, no length asked for; killed and resumed, the run has the same prompts and versions."""
+    (tmp_path / "made.py").write_text(MADE)
+    chosen = ["--runs", "1", "--kills", "1", "--seed", "7", "--folder", str(tmp_path / "killed")]
+    settings = [
+        "rollout.rollout_global_dataset=false",
+        "data.prompt_function=made:prompt",
+        "data.prompt_data=none",
+        "rollout.num_rollout=4",
+        "checkpoint.save_interval=1",
+    ]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *chosen, *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 1 runs equal" in done.stdout and ": 1 kills" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "killed" / "run-000" / "samples.jsonl").read_text().splitlines()]
+    assert {row["uid"] for row in rows} == set(range(24))
+    assert {row["source"] for row in rows} == {"made:prompt"}
+
+
 def test_r30_kept_weights_and_a_start_from_another_runs_checkpoint(tmp_path: Path) -> None:
     """R30, R34: interval 2 with keep_old_actor and a KL penalty trains; another run goes on at its last step."""
     first = [

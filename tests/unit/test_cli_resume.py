@@ -31,14 +31,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-def run_at(directory: Path, step: int, *, exported: bool) -> Path:
+def run_at(directory: Path, step: int, *, exported: bool, length: str = "rollout.num_rollout=10") -> Path:
     """A run of 10 steps whose last checkpoint is of `step`."""
     directory.mkdir()
-    write_resolved(resolve(load("quickstart", ["rollout.num_rollout=10"])).config, directory)
+    write_resolved(resolve(load("quickstart", ["rollout.num_rollout=none", length])).config, directory)
     (directory / "checkpoints").mkdir()
     store = CheckpointFolders(directory / "checkpoints", keep=1)
     store.begin(step)
-    store.commit(step, {"step": step})
+    store.commit(step, {"step": step, "num_rollout": 10})
     if exported:
         (directory / "hf").mkdir()
     return directory
@@ -51,6 +51,18 @@ def test_c28_nothing_is_started_for_a_run_that_is_at_its_end(tmp_path: Path, lau
     assert (done.exit_code, launched) == (0, [])
     told = " ".join(done.output.split())
     assert "nothing to do" in told and f"at step {step}" in told and "num_rollout is 10" in told
+
+
+def test_c28_a_run_that_counts_epochs_knows_its_end_too(tmp_path: Path, launched: list[bool]) -> None:
+    """C28: two epochs were found to be 10 steps: nothing is started; with a third epoch, or another batch, it goes on."""
+    directory = run_at(tmp_path / "run", 10, exported=True, length="rollout.num_epoch=2")
+    done = CliRunner().invoke(app, ["train", f"--resume={directory}"])
+    assert (done.exit_code, launched) == (0, []), done.output
+    assert "num_rollout is 10" in " ".join(done.output.split())
+    for change in ("rollout.num_epoch=3", "rollout.rollout_batch_size=64"):
+        done = CliRunner().invoke(app, ["train", f"--resume={directory}", "--set", change])
+        assert done.exit_code == 0, done.output
+    assert launched == [True, True]
 
 
 @pytest.mark.parametrize(("step", "exported"), [(8, True), (10, False)])

@@ -141,6 +141,7 @@ class TrainingLoop:
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,
+            "num_rollout": self._schedule.num_rollout,
             "version": self.version,
             "publications": self.publications,
             "samples_trained": self.samples_trained,

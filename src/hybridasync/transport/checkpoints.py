@@ -80,10 +80,9 @@ class CheckpointFolders:
             for name, digest in manifest["files"].items():
                 if _digest(path / name) != digest:
                     raise CheckpointError(f"{path / name} isn't as it was written; resume from another checkpoint")
-            state: dict[str, Any] = json.loads((path / STATE).read_text())
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} isn't a complete checkpoint: {error}") from error
-        return state
+        return run_state(path)
 
     def _point(self, name: str, text: str) -> None:
         part = self._root / f"{name}.tmp"
@@ -99,6 +98,15 @@ class CheckpointFolders:
     def _rotate(self) -> None:
         for folder in self._complete()[: -self._keep]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_state(path: Path) -> dict[str, Any]:
+    """Where the run of a checkpoint stands. Raises CheckpointError."""
+    try:
+        state: dict[str, Any] = json.loads((path / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} isn't a complete checkpoint: {error}") from error
+    return state
 
 
 def remove_unfinished(root: Path) -> None:
