@@ -54,7 +54,7 @@ def test_c28_nothing_is_started_for_a_run_that_is_at_its_end(tmp_path: Path, lau
 
 
 def test_c28_a_run_that_counts_epochs_knows_its_end_too(tmp_path: Path, launched: list[bool]) -> None:
-    """C28: two epochs were found to be 10 steps: nothing is started; with a third epoch, or another batch, it goes on."""
+    """C28: two epochs were found to be 10 steps: nothing is started; with a third one, or another batch, it goes on."""
     directory = run_at(tmp_path / "run", 10, exported=True, length="rollout.num_epoch=2")
     done = CliRunner().invoke(app, ["train", f"--resume={directory}"])
     assert (done.exit_code, launched) == (0, []), done.output
