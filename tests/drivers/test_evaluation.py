@@ -47,9 +47,13 @@ class Bench:
                 raise RewardError("no judge")
             return [1.0] * len(texts)
 
+        self._server = server
         server.reply = reply
         parts = EvaluationParts(self.fleet, FakeTrainer(), reward, Tokens(), self.sink, Limits(8, 32), PROMPTS)
         self.evaluation = Evaluation(config, parts)
+
+    def requests(self) -> list[SamplingParams]:
+        return [params for _, params in self._server.requests]
 
     async def in_background(self) -> None:
         """As the training loop does: go on once the requests are on their way."""
@@ -64,6 +68,18 @@ async def test_an_evaluation_is_filed_under_its_step() -> None:
     await bench.in_background()
     (result,) = bench.sink.evaluations
     assert (result.step, result.accuracy, result.prompts) == (0, 1.0, 3)
+
+
+async def test_weights_stay_for_the_log_prob_check() -> None:
+    """R55: requests are out before the check, and the check is over before training is told that it may go on."""
+    bench, compared = Bench(), anyio.Event()
+    async with anyio.create_task_group() as background:
+        await background.start(partial(bench.evaluation.run, 0, compared=compared))
+        assert len(bench.requests()) >= len(PROMPTS) and not compared.is_set()
+        with anyio.fail_after(5):
+            await compared.wait()
+    (result,) = bench.sink.evaluations
+    assert result.logprob_gap_max == 0.0
 
 
 @pytest.mark.parametrize("failure", [{"fails_at": 0}, {"fails_at": 1}, {"fails_at": 3}, {"reward_fails": True}])

@@ -16,6 +16,7 @@ from hybridasync.algorithms.shaping import shaped_reward
 from hybridasync.config.load import validate
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve, schedule_of
+from hybridasync.drivers import training
 from hybridasync.drivers.checkpointing import Checkpointing
 from hybridasync.drivers.evaluation import Evaluation, EvaluationParts
 from hybridasync.drivers.generation import Limits
@@ -146,7 +147,8 @@ class Bench:
         rollout = Rollout(config, ledger, RolloutParts(self.fleet, self.source, reward, Tokens(), self.sink, limits))  # type: ignore[arg-type]
         transfer = DiskTransfer(self.trainer)  # type: ignore[arg-type]
         publish = PublishParts(self.fleet, self.trainer, transfer, MemoryJournal(), Debts(), self.sink)  # type: ignore[arg-type]
-        publisher = Publisher(config.publication, publish, session="0" * 32, mode="drain")
+        pause_mode = config.publication.pause_mode or "drain"
+        publisher = Publisher(config.publication, publish, session="0" * 32, mode=pause_mode)
         evaluation = None
         async with anyio.create_task_group() as work:
             if self.schedule.eval_interval is not None:
@@ -236,6 +238,42 @@ async def test_r50_r54_evaluation_before_the_first_step_and_awaited_after_the_la
     assert [result.step for result in (await skipped.run()).evaluations] == [3]
     at_end = Bench(recipe(4, eval={**EVAL, "eval_interval": 3, "eval_at_end": True}))
     assert [result.step for result in (await at_end.run()).evaluations] == [0, 3, 4]
+
+
+async def test_r51_an_evaluation_is_sent_before_sampling_goes_on() -> None:
+    """R51: pause, swap, resume, evaluation, and only then the prompts that waited for the publication."""
+    bench = Bench(recipe(4, eval={**EVAL, "eval_interval": 1}, rollout={"max_staleness": 1}, algorithm=TIS))
+    answer = bench.server.generate
+
+    async def told(rid: str, ids: Sequence[int], params: Any) -> tuple[Completion, ...]:
+        bench.log.append("rollout" if params.temperature else "evaluation")
+        return await answer(rid, ids, params)
+
+    bench.server.generate = told  # type: ignore[method-assign]
+    await bench.run()
+    ends = [index for index, entry in enumerate(bench.log) if entry == "engine-0 end"]
+    assert len(ends) == 5
+    for end in ends:
+        assert next(entry for entry in bench.log[end:] if entry in ("rollout", "evaluation")) == "evaluation"
+
+
+async def test_r52_the_wait_for_an_evaluation_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R52, R54: an evaluation that hangs is waited for before the next publication and at the end, then warned of."""
+    assert training.EVAL_WAIT_S == 1800
+    monkeypatch.setattr(training, "EVAL_WAIT_S", 0.05)
+    evaluation = {**EVAL, "eval_interval": 1, "skip_eval_before_train": True}
+    bench = Bench(recipe(2, eval=evaluation, publication={"pause_mode": "retract"}))
+    answer = bench.server.generate
+
+    async def hangs(rid: str, ids: Sequence[int], params: Any) -> tuple[Completion, ...]:
+        if params.temperature == 0:
+            await anyio.sleep_forever()
+        return await answer(rid, ids, params)
+
+    bench.server.generate = hangs  # type: ignore[method-assign]
+    loop = await bench.run()
+    assert (loop.step, loop.evaluations, bench.sidecar.paused_by) == (2, [], None)
+    assert bench.sink.names().count("evaluation_overdue") == 2
 
 
 async def test_r53_an_evaluation_that_fails_leaves_the_engine_running() -> None:

@@ -52,12 +52,13 @@ class Evaluation:
         self,
         completed: int,
         *,
+        compared: anyio.Event | None = None,
         task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
     ) -> EvalResult | None:
         """One evaluation after `completed` steps; None where it failed, which is logged and never fatal (R53).
 
-        `task_status` reports once the log-prob check is done and every request is on its way: from then on training
-        may go on and change the trainer's weights.
+        `task_status` reports once every request is on its way: from then on the rollout may go on. `compared` is set
+        once the log-prob check is done: from then on training may change the trainer's weights.
         """
         started = anyio.current_time()
         greedy: list[_Scored] = []
@@ -65,7 +66,6 @@ class Evaluation:
         gap: float | None = None
         sent = False
         try:
-            gap = await self._logprob_gap(completed)
             async with anyio.create_task_group() as tasks:
                 for prompt in self._parts.prompts:
                     tasks.start_soon(self._score, prompt, 0.0, greedy)
@@ -74,6 +74,9 @@ class Evaluation:
                 await anyio.lowlevel.checkpoint()
                 sent = True
                 task_status.started()
+                gap = await self._logprob_gap(completed)
+                if compared is not None:
+                    compared.set()
         except* (EngineError, RewardError) as failures:
             self._parts.sink.event(
                 "evaluation_failed", level="warning", completed=completed, cause=str(failures.exceptions[0])

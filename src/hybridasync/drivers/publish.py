@@ -8,7 +8,7 @@ What can be done while the engines generate (export, stage) is done before the p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -89,9 +89,12 @@ class Publisher:
     def has_published(self) -> bool:
         return self._latest is not None
 
-    async def publish(self, version: int, path: str, *, step: int | None) -> PublicationResult:
+    async def publish(
+        self, version: int, path: str, *, step: int | None, before_sampling: Callable[[], Awaitable[None]] | None = None
+    ) -> PublicationResult:
         """Bring weight version `version` of the trainer to every engine, by way of the folder `path`.
 
+        `before_sampling` is awaited once engines serve it, and before rollout requests start again (R51).
         Raises PublicationFailed when not one engine serves it afterwards, CompensationFailed when a resume isn't
         confirmed and fencing didn't help. Some engines missing is a degraded result, not an error (R63, R66).
         """
@@ -99,7 +102,7 @@ class Publisher:
             started = anyio.current_time()
             snapshot = await self._parts.transfer.export(version, path)
             try:
-                result = await self._bring_to_all(snapshot, step=step, started=started)
+                result = await self._bring_to_all(snapshot, step=step, started=started, before_sampling=before_sampling)
             except BaseException:
                 with suppress(TrainerError):  # the next call to the workers reports it; this error comes first
                     await self._decide(version, commit=False)
@@ -107,7 +110,14 @@ class Publisher:
             await self._decide(version, commit=True)
             return result
 
-    async def _bring_to_all(self, snapshot: WeightSnapshot, *, step: int | None, started: float) -> PublicationResult:
+    async def _bring_to_all(
+        self,
+        snapshot: WeightSnapshot,
+        *,
+        step: int | None,
+        started: float,
+        before_sampling: Callable[[], Awaitable[None]] | None,
+    ) -> PublicationResult:
         exported = anyio.current_time()
         await self._parts.transfer.stage(self._present(), snapshot)
         times = _Times(started, exported, staged=anyio.current_time())
@@ -117,6 +127,8 @@ class Publisher:
             self._latest = snapshot
             await self._swap_under_pause(saga, snapshot)
             self._readmit(saga, snapshot.version)
+            if saga.verified and before_sampling is not None:
+                await before_sampling()
         result = _result(saga, snapshot, step=step, times=times)
         self._parts.sink.publication(result)
         if not saga.verified:

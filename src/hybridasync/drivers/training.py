@@ -22,7 +22,7 @@ from hybridasync.drivers.klpenalty import kl_metrics, with_kl
 from hybridasync.drivers.publish import Publisher
 from hybridasync.drivers.rollout import Rollout
 from hybridasync.drivers.stepmetrics import batch_metrics, publication_metrics
-from hybridasync.errors import CheckpointError, LocalProtocolError, PublicationFailed
+from hybridasync.errors import CheckpointError, LocalProtocolError, PublicationFailed, leading_cause
 from hybridasync.ports import MetricSink, SnapshotFolder, Trainer
 from hybridasync.schedule import Schedule
 from hybridasync.types import EvalResult, Group, PublicationResult, TrainBatch
@@ -66,6 +66,8 @@ class TrainingLoop:
         self._background = background
         self._evaluated = anyio.Event()
         self._evaluated.set()
+        self._compared = anyio.Event()  # an evaluation has no more need of the trainer's present weights
+        self._compared.set()
         self._owes_evaluation = False
         self._saving_s = 0.0  # of the checkpoint after the previous step, which the next row reports
         self.step = 0  # the next one
@@ -85,7 +87,7 @@ class TrainingLoop:
     async def one_step(self) -> Step | None:
         """None once all steps are done, with the last evaluation and checkpoint finished."""
         if self.step >= self._schedule.num_rollout:
-            await self._evaluated.wait()
+            await self._evaluation_over()
             return None
         step, started = self.step, anyio.current_time()
         groups = await self._parts.rollout.take(step)
@@ -111,14 +113,16 @@ class TrainingLoop:
         saved = await self._save() if self._schedule.save_due(step) else None
         return Step(step, metrics, publication, saved)
 
-    async def publish(self, step: int | None) -> PublicationResult | None:
-        """Publish the trainer's weights now. None: no engine took them, and training goes on (R63, R66)."""
-        with anyio.move_on_after(EVAL_WAIT_S):
-            while not self._evaluated.is_set() and self._parts.fleet.verified:
-                await self._parts.fleet.changed.wait()
+    async def publish(self, step: int | None, *, evaluating: bool = False) -> PublicationResult | None:
+        """Publish the trainer's weights now. None: no engine took them, and training goes on (R63, R66).
+
+        `evaluating`: evaluation requests are sent before the engines sample again (R51, U9).
+        """
+        await self._evaluation_over()
         path = self._parts.snapshots.path(self.version)
+        then = self._start_evaluation if evaluating else None
         try:
-            result = await self._parts.publisher.publish(self.version, path, step=step)
+            result = await self._parts.publisher.publish(self.version, path, step=step, before_sampling=then)
         except PublicationFailed as error:
             if not self._parts.fleet.verified and not (self._config.engine.use_fault_tolerance and self.publications):
                 raise
@@ -133,7 +137,10 @@ class TrainingLoop:
         """Evaluate now, and wait for the result."""
         if self._parts.evaluation is None:
             raise LocalProtocolError("evaluation isn't configured: set eval.eval_prompt_data")
-        result = await self._parts.evaluation.run(self.step)
+        try:
+            result = await self._parts.evaluation.run(self.step)
+        except BaseExceptionGroup as group:
+            raise leading_cause(group) from None
         if result is not None:
             self.evaluations.append(result)
         return result
@@ -170,6 +177,7 @@ class TrainingLoop:
         if algorithm.filter_zero_variance and not algorithm.refill:
             trained = tuple(group for group in groups if has_signal(group, self._config))
         batch = TrainBatch(step, "policy", to_train_samples(trained, self._config))
+        await self._compared.wait()
         started = anyio.current_time()
         result = await self._parts.trainer.train_step(batch)
         self.samples_trained += len(batch.samples)
@@ -193,11 +201,11 @@ class TrainingLoop:
         leave the engines standing.
         """
         publication = None
+        evaluating = self._parts.evaluation is not None and self._schedule.eval_due(step)
         if self._schedule.publish_due(step):
-            publication = await self.publish(step)
-        if self._parts.evaluation and self._schedule.eval_due(step) and self._serving(step):
-            self._evaluated = anyio.Event()
-            await self._background.start(self._evaluate_in_background)
+            publication = await self.publish(step, evaluating=evaluating)
+        if evaluating and publication is None and self._serving(step):
+            await self._start_evaluation()  # of the older weights that serve, and filed under them (U13)
         self._parts.rollout.finish(step)
         return publication
 
@@ -220,14 +228,28 @@ class TrainingLoop:
             self._parts.sink.event("evaluation_failed", level="warning", completed=step + 1, cause="no engine serves")
         return bool(self._parts.fleet.verified)
 
+    async def _evaluation_over(self) -> None:
+        """Wait for the evaluation under way (R52, R54), `EVAL_WAIT_S` at most, or until no engine serves."""
+        with anyio.move_on_after(EVAL_WAIT_S) as waiting:
+            while not self._evaluated.is_set() and self._parts.fleet.verified:
+                await self._parts.fleet.changed.wait()
+        if waiting.cancelled_caught:
+            cause = f"not over after {EVAL_WAIT_S:g} s; the run goes on"
+            self._parts.sink.event("evaluation_overdue", level="warning", completed=self.step, cause=cause)
+
+    async def _start_evaluation(self) -> None:
+        self._evaluated, self._compared = anyio.Event(), anyio.Event()
+        await self._background.start(self._evaluate_in_background)
+
     async def _evaluate_in_background(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        evaluation, event = self._parts.evaluation, self._evaluated
+        evaluation, event, compared = self._parts.evaluation, self._evaluated, self._compared
         if evaluation is None:
             return
         try:
-            result = await evaluation.run(self.step, task_status=task_status)
+            result = await evaluation.run(self.step, compared=compared, task_status=task_status)
             if result is not None:
                 self.evaluations.append(result)
         finally:
+            compared.set()
             event.set()
             self._parts.fleet.changed.notify()
