@@ -1,21 +1,23 @@
 """A run from start to end: signals, exit codes, summary and report. Used by rank 0 of a job and by plain scripts.
 
-Signals are received in an outer scope that cancels an inner one: a second signal finds the receiver still there, and
-can't kill the compensation of the first.
+Signals cancel the work and are received to the end of the process: a second one can't kill the compensation of the
+first, nor the words about how the run ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import anyio
-from anyio.abc import TaskStatus
 
 from hybridasync.app import Run
 from hybridasync.config.load import load
@@ -27,6 +29,8 @@ from hybridasync.observability.summary import write_summary
 from hybridasync.runtime.environment import Environment, is_torchrun
 from hybridasync.runtime.outcome import Outcome, of_error, of_signal
 from hybridasync.runtime.worker import serve_worker
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(slots=True)
@@ -56,16 +60,13 @@ async def run_controller(config: Config, *, run_dir: Path, resume: bool = False)
 async def supervised(main: Callable[[], Awaitable[object]]) -> Outcome:
     """Run `main` with SIGINT and SIGTERM turned into a cancellation, and every error into an outcome."""
     ending = _Ending()
-    async with anyio.create_task_group() as outer:
-        with anyio.CancelScope() as work:
-            await outer.start(_receive_signals, work, ending)
-            try:
-                await main()
-            except anyio.get_cancelled_exc_class():
-                raise
-            except Exception as error:  # noqa: BLE001  # the supervisor: everything ends as an exit code
-                ending.error = error
-        outer.cancel_scope.cancel()
+    with anyio.CancelScope() as work, _signals_received(work, ending):
+        try:
+            await main()
+        except anyio.get_cancelled_exc_class():
+            raise
+        except Exception as error:  # noqa: BLE001  # the supervisor: everything ends as an exit code
+            ending.error = error
     return ending.outcome()
 
 
@@ -96,11 +97,27 @@ async def _all_steps(config: Config, run_dir: Path, resume: bool) -> None:
             await run.export_hf(run_dir / "hf")
 
 
-async def _receive_signals(
-    work: anyio.CancelScope, ending: _Ending, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
-) -> None:
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as received:
-        task_status.started()
-        async for number in received:
-            ending.signal = ending.signal or int(number)
-            work.cancel()
+@contextmanager
+def _signals_received(work: anyio.CancelScope, ending: _Ending) -> Iterator[None]:
+    """Signals cancel the work; those that come after it change nothing.
+
+    Not anyio's receiver, after which a signal kills again: torchrun sends one when a worker has died, just while the
+    controller writes down why.
+    """
+    loop = asyncio.get_running_loop()
+
+    def receive(number: int) -> None:
+        ending.signal = ending.signal or number
+        work.cancel()
+
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, _frame: loop.call_soon_threadsafe(receive, number) and None)
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            signal.signal(number, _let_pass)
+
+
+def _let_pass(_number: int, _frame: FrameType | None) -> None:
+    """The run has ended already."""
