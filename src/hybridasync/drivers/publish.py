@@ -28,6 +28,8 @@ from hybridasync.types import PauseMode, PublicationResult, WeightSnapshot
 END_ATTEMPTS = 3
 """R98. With one second between; all engines at once, all attempts inside `resume_budget_s`."""
 
+FENCE_PAUSE_S = 1.0
+
 POLL_S = 0.05
 """Between two questions whether an engine is ready to pause. R57 polls each second; a loopback call costs 1 ms."""
 
@@ -315,20 +317,35 @@ class Publisher:
             raise CompensationFailed(sorted(left))
 
     async def _fence(self, engine: Engine, saga: _Saga) -> None:
-        try:
-            await engine.sidecar.fence()
-        except EngineError as error:
-            self._parts.sink.event("fence_failed", level="error", engine=engine.name, cause=str(error))
-            if engine.revive is None or not await self._revived(engine):
-                return
+        """One attempt through a sidecar of ours, which is replaced if it fails; else attempts to the budget's end."""
+        while True:
+            try:
+                # A part of the budget: a sidecar that hangs must leave time for what is tried next.
+                with anyio.fail_after(self._settings.resume_budget_s / END_ATTEMPTS):
+                    await engine.sidecar.fence()
+                break
+            except (EngineError, TimeoutError) as error:
+                cause = str(error) or "no answer in time"
+                self._parts.sink.event("fence_failed", level="error", engine=engine.name, cause=cause)
+                if engine.revive is not None:
+                    if await self._revived(engine, saga.txn):
+                        break
+                    return
+                if isinstance(error, Rejected):
+                    return
+            await anyio.sleep(FENCE_PAUSE_S)  # its node may have a supervisor that is starting it anew
         self._settle(engine.name, saga.txn, "fenced")
         self._parts.fleet.quarantine(engine, "fenced: its resume was never confirmed", "recover")
 
-    async def _revived(self, engine: Engine) -> bool:
-        """A sidecar that is ours takes its engine along when it dies: the harshest fence."""
+    async def _revived(self, engine: Engine, txn: str) -> bool:
+        """A sidecar that is ours takes its engine along when it dies: the harshest fence.
+
+        An engine that it only attached to survives it, so that the new one is told of the end as well.
+        """
         try:
             if engine.revive is not None:
                 await engine.revive()
+            await engine.sidecar.end(txn)
         except (EngineError, OSError) as error:
             self._parts.sink.event("revive_failed", level="error", engine=engine.name, cause=str(error))
             return False

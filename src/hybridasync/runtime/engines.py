@@ -30,6 +30,9 @@ SIDECAR_START_S = 30.0
 STOP_GRACE_S = 8.0
 """A sidecar ends its engine (SIGTERM, then SIGKILL) before it ends itself."""
 
+REVIVE_GRACE_S = 1.0
+"""For a sidecar that doesn't answer, within the budget of owed resumes. The kernel ends its engine with it."""
+
 POLL_S = 0.1
 
 
@@ -60,7 +63,7 @@ async def _bring_up(config: Config, run_dir: Path, index: int, *, token: str, st
     async def start() -> str:
         nonlocal process
         if process is not None:
-            await _stop(process)
+            await _stop(process, grace_s=REVIVE_GRACE_S)
         process, url = await _start_sidecar(config, run_dir, index, token=token, stack=stack)
         return url
 
@@ -180,12 +183,12 @@ async def _ready(config: Config, sidecar: SidecarClient, process: Process | None
     raise EngineError(sidecar.name, "start", f"not ready within engine.rollout_engine_init_timeout = {limit:g} s")
 
 
-async def _stop(process: Process) -> None:
+async def _stop(process: Process, *, grace_s: float = STOP_GRACE_S) -> None:
     # Shielded: whatever ended the run, no sidecar and no engine may outlive it.
     with anyio.CancelScope(shield=True):
         if process.returncode is None:
             process.terminate()
-            with anyio.move_on_after(STOP_GRACE_S):
+            with anyio.move_on_after(grace_s):
                 await process.wait()
         if process.returncode is None:
             signal_group(process.pid, 9)

@@ -31,6 +31,9 @@ PORT_ATTEMPTS = 3
 TERM_GRACE_S = 5.0
 """SIGTERM to SIGKILL. SGLang takes up to 7 s to leave cleanly, which nobody needs; a run ends its sidecars in 8 s."""
 
+FENCE_GRACE_S = 1.0
+"""The same for a fence: the engine is in doubt, often hangs, and somebody waits with a deadline of seconds."""
+
 LOG_LINES = 6
 LOG_BYTES = 8192
 
@@ -133,7 +136,7 @@ class LaunchedEngine:
         with anyio.CancelScope(shield=True):
             self._client = None
             self._restart()
-            await self._kill()
+            await self._kill(FENCE_GRACE_S)
 
     async def stop(self) -> None:
         self._client = None
@@ -216,12 +219,12 @@ class LaunchedEngine:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    async def _kill(self) -> None:
+    async def _kill(self, grace_s: float = TERM_GRACE_S) -> None:
         process = self._process
         if process is None or process.returncode is not None:
             return
         _kill_group(process.pid, signal.SIGTERM)
-        with anyio.move_on_after(TERM_GRACE_S):
+        with anyio.move_on_after(grace_s):
             await process.wait()
         _kill_group(process.pid, signal.SIGKILL)
         await process.wait()
