@@ -44,7 +44,7 @@ from hybridasync.drivers.publish import Publisher, PublishParts
 from hybridasync.drivers.recovery import Recovery
 from hybridasync.drivers.rollout import Rollout, RolloutParts
 from hybridasync.drivers.training import LoopParts, Step, TrainingLoop
-from hybridasync.drivers.transfer import DiskTransfer
+from hybridasync.drivers.transfer import Transfer
 from hybridasync.drivers.warmstart import warm_start
 from hybridasync.errors import LocalProtocolError, leading_cause
 from hybridasync.observability.heap import settled_heap
@@ -58,6 +58,7 @@ from hybridasync.runtime.controller import connect
 from hybridasync.runtime.engines import running_engines
 from hybridasync.runtime.inputs import Inputs, read_inputs
 from hybridasync.runtime.resume_rollout import settle_debts
+from hybridasync.runtime.transfer import transfer_to_engines
 from hybridasync.transport.checkpoints import CheckpointFolders, remove_unfinished
 from hybridasync.transport.journal import JournalFile
 from hybridasync.transport.rpc import RpcTrainer
@@ -74,6 +75,7 @@ class _Assembly:
     info: TrainerInfo
     store: CheckpointFolders
     snapshots: SnapshotFolder
+    transfer: Transfer
     loop: TrainingLoop | None = None  # None with run.debug_train_only
 
 
@@ -181,7 +183,10 @@ class Run:
                     try:
                         async with (
                             connect(inputs.config, self.run_dir) as trainer,
-                            self._at_work(inputs, trainer, engines=engines, snapshots=snapshots) as assembly,
+                            transfer_to_engines(inputs.config, self.run_dir, trainer) as transfer,
+                            self._at_work(
+                                inputs, trainer, engines=engines, snapshots=snapshots, transfer=transfer
+                            ) as assembly,
                         ):
                             yield assembly
                     finally:
@@ -189,7 +194,13 @@ class Run:
 
     @asynccontextmanager
     async def _at_work(
-        self, inputs: Inputs, trainer: RpcTrainer, *, engines: _Held[list[Engine]], snapshots: SnapshotFolder
+        self,
+        inputs: Inputs,
+        trainer: RpcTrainer,
+        *,
+        engines: _Held[list[Engine]],
+        snapshots: SnapshotFolder,
+        transfer: Transfer,
     ) -> AsyncIterator[_Assembly]:
         async with anyio.create_task_group() as work:
             work.start_soon(trainer.watch)
@@ -202,7 +213,7 @@ class Run:
                 self.sink.event("resumed_anew", level="warning", cause="the run hasn't saved a checkpoint yet")
             if found is None:
                 await self._warm_start(inputs, trainer)
-            assembly = _Assembly(inputs, trainer, info, store, snapshots)
+            assembly = _Assembly(inputs, trainer, info, store, snapshots, transfer)
             if not self.config.run.debug_train_only:
                 self.progress.waiting_for("engines to come up")
                 fleet = Fleet(await engines.get())
@@ -250,7 +261,7 @@ class Run:
             PublishParts(
                 fleet,
                 trainer,
-                DiskTransfer(trainer),
+                assembly.transfer,
                 journal=JournalFile(self.run_dir / "journal.jsonl"),
                 debts=Debts(),
                 sink=self.sink,

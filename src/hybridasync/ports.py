@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridasync.errors import EngineError
 from hybridasync.types import (
     Completion,
     EvalResult,
@@ -17,6 +18,7 @@ from hybridasync.types import (
     Prompt,
     PublicationResult,
     SamplingParams,
+    SendTarget,
     SidecarStatus,
     StepResult,
     TrainBatch,
@@ -30,6 +32,7 @@ class InferenceServer(Protocol):
     """One engine's data plane and weight calls. Errors: NotSent, Rejected, OutcomeUnknown, RemoteProtocolError."""
 
     name: str
+    base_url: str
 
     async def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> tuple[Completion, ...]:
         """n completions of one prompt (one request). A finish reason `abort` means interrupted, with what was made."""
@@ -55,6 +58,14 @@ class InferenceServer(Protocol):
 
     async def moved(self, base_url: str) -> None:
         """The engine was started anew, perhaps at another address."""
+        ...
+
+
+class WeightSender(Protocol):
+    """Sends a snapshot to paused engines without a folder that they could read."""
+
+    async def send(self, targets: Sequence[SendTarget], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
+        """The failures by engine, one not holding up another. Cancelled, it leaves engines half-updated."""
         ...
 
 

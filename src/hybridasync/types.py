@@ -164,6 +164,15 @@ class WeightSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class SendTarget:
+    """An engine that weights are sent to. `fresh`: it may have started anew since the last time."""
+
+    name: str
+    url: str
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SidecarStatus:
     """Answer of GET /v1/status: who paused the engine, since when, and for how much longer (R70)."""
 

@@ -100,6 +100,7 @@ class FakeServer:
 
     def __init__(self, name: str, world: World) -> None:
         self.name = name
+        self.base_url = f"http://{name}"
         self.version = "default"
         self.sums: Mapping[str, str] = CHECKSUMS
         self.reply: Callable[[Sequence[int], SamplingParams], Awaitable[tuple[Completion, ...]]] | None = None

@@ -255,6 +255,18 @@ def test_workers_fill_whole_replicas() -> None:
         (("engine.kind=sglang",), "engine.python: kind sglang needs the Python interpreter"),
         (("engine.tensor_parallel_size=2",), "an embedded engine runs on one device"),
         (("engine.min_healthy_engines=2",), "2 is more than there are (1)"),
+        (
+            ("engine.kind=attach", 'engine.url=["http://10.0.0.2:1"]', "publication.transport=collective"),
+            "network.interface: lo, but publication.transport is collective and http://10.0.0.2:1 is on another",
+        ),
+        (
+            ("engine.kind=sglang", "engine.python=p", 'engine.args=["--dp-size=2"]', "publication.transport=tensor"),
+            "publication.transport: tensor reaches the tensor-parallel ranks of one replica",
+        ),
+        (
+            ("publication.delta=true", "publication.transport=collective"),
+            "publication.delta: true needs publication.transport disk; it is collective",
+        ),
         (("engine.gpu_ids=[0, 1]",), "lists 2 devices; num_engines 1 × tensor_parallel_size 1 = 1"),
         (("engine.num_engines=2", "engine.gpu_ids=[1, 1]"), "wants distinct device numbers"),
         (("engine.num_engines=4", "engine.port=30000", "engine.sidecar_port=30003"), "overlap"),
@@ -285,6 +297,7 @@ def test_c37_relations_that_cannot_work_are_refused(overrides: tuple[str, ...], 
         (("warm_start.data=w.jsonl",), "warm_start.data: has no effect"),
         (("engine.python=/usr/bin/python",), "engine.python: has no effect"),
         (("engine.gpu_ids=[1]", "engine.device=cpu"), "engine.gpu_ids: has no effect"),
+        (("publication.bucket_mib=64",), "publication.bucket_mib: has no effect"),
         (("engine.dtype=bf16",), "engine.dtype: bf16 in the engines and fp32 in training"),
         (("mode=fully_async",), "rollout.max_staleness: 0 in mode fully_async"),
         (

@@ -9,8 +9,11 @@ from urllib.parse import urlsplit
 
 from hybridasync.config.findings import Finding, Refuse, Warn
 from hybridasync.config.models import Config
+from hybridasync.config.names import is_written
 
 _LAST_PORT = 65535
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_REPLICAS = ("--dp", "--dp-size", "--data-parallel-size", "--pp-size", "--pipeline-parallel-size")
 
 
 def engine_urls(config: Config) -> Iterator[Finding]:
@@ -94,6 +97,29 @@ def ports_are_apart(config: Config) -> Iterator[Finding]:
             yield Refuse(a, f"ports {_span(a_first, a_n)} overlap {b} ({_span(b_first, b_n)})")
 
 
+def transport_reaches_engines(config: Config) -> Iterator[Finding]:
+    """Weights that are sent need a way to every engine, and one receiver for each tensor-parallel rank."""
+    publication, engine = config.publication, config.engine
+    if publication.transport == "disk":
+        if is_written(config, "publication.bucket_mib"):
+            yield Warn("publication.bucket_mib", "has no effect: publication.transport is disk")
+        return
+    elsewhere = [url for url in (*engine.url, *engine.sidecar_url) if not _is_local(url)]
+    if publication.transport == "collective" and config.network.interface == "lo" and elsewhere:
+        yield Refuse(
+            "network.interface",
+            f"lo, but publication.transport is collective and {elsewhere[0]} is on another machine: name the interface "
+            "at which engines can reach this one, or use transport tensor",
+        )
+    given = [argument.partition("=")[0] for argument in engine.args]
+    if several := [name for name in _REPLICAS if name in given]:
+        yield Refuse(
+            "publication.transport",
+            f"{publication.transport} reaches the tensor-parallel ranks of one replica, and engine.args has "
+            f"{several[0]}: use transport disk, or several engines",
+        )
+
+
 def several_nodes_meet(config: Config) -> Iterator[Finding]:
     """Nodes meet at an address and a port that all of them can reach and know beforehand."""
     network = config.network
@@ -111,6 +137,10 @@ def several_nodes_meet(config: Config) -> Iterator[Finding]:
         yield Warn(
             "network.interface", f"lo with {network.nnodes} nodes: works only if all of them are on this machine"
         )
+
+
+def _is_local(url: str) -> bool:
+    return any(urlsplit(url).netloc.startswith(host) for host in _LOOPBACK)
 
 
 def _span(first: int, count: int) -> str:

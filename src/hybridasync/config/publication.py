@@ -12,6 +12,16 @@ from hybridasync.config.section import Interval, Positive, Seconds, Section
 class PublicationSection(Section):
     """How new weights reach the engines, and what is owed when that fails."""
 
+    transport: Literal["disk", "collective", "tensor"] = Field(
+        default="disk",
+        description=(
+            "disk: engines read the snapshot from its folder; collective: it is broadcast to them over gloo, or NCCL "
+            "on CUDA; tensor: it is sent in HTTP requests. The last two need no folder that engines can read"
+        ),
+    )
+    bucket_mib: Annotated[float, Field(gt=0)] = Field(
+        default=256.0, description="transport collective and tensor: size of what is sent at once, in MiB"
+    )
     update_weights_interval: Interval = Field(
         default=1,
         description=(

@@ -28,6 +28,18 @@ def interval_within_staleness(config: Config) -> Iterator[Finding]:
         yield Set("publication.k_max", most, why, quiet=not is_written(config, "publication.k_max"))
 
 
+def sent_in_full(config: Config) -> Iterator[Finding]:
+    """What is sent goes into effect as it arrives, so it is sent under the pause, and as a whole."""
+    publication = config.publication
+    if publication.transport == "disk":
+        return
+    if publication.delta:
+        yield Refuse("publication.delta", f"true needs publication.transport disk; it is {publication.transport}")
+    elif publication.staged:
+        why = f"transport {publication.transport}: weights are sent under the pause"
+        yield Set("publication.staged", False, why, quiet=not is_written(config, "publication.staged"))
+
+
 def staged_unless_blocking(config: Config) -> Iterator[Finding]:
     """A blocking publication does everything under the pause; a delta is applied to a staged copy of the weights."""
     publication = config.publication

@@ -12,8 +12,8 @@ import anyio
 
 from hybridasync.drivers.fleet import Engine
 from hybridasync.errors import EngineError
-from hybridasync.ports import Trainer
-from hybridasync.types import WeightSnapshot
+from hybridasync.ports import Trainer, WeightSender
+from hybridasync.types import SendTarget, WeightSnapshot
 
 
 class Transfer(Protocol):
@@ -57,3 +57,16 @@ class DiskTransfer:
             for engine in engines:
                 tasks.start_soon(load, engine)
         return failures
+
+
+class SentTransfer(DiskTransfer):
+    """The snapshot stays on the trainer's node, and a sender there brings it to each engine (collective, tensor)."""
+
+    def __init__(self, trainer: Trainer, sender: WeightSender) -> None:
+        super().__init__(trainer)
+        self._sender = sender
+
+    async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
+        # An engine without a verified version may be a new process, which is in no group any more.
+        targets = [SendTarget(e.name, e.server.base_url, fresh=e.state.version is None) for e in engines]
+        return await self._sender.send(targets, snapshot) if targets else {}

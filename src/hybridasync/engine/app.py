@@ -136,6 +136,18 @@ async def _update_from_tensor(service: EngineService, request: Request) -> Respo
     return outcome(*await service.update_from_tensor(await _body(request, schema.UpdateFromTensorBody)))
 
 
+async def _join_group(service: EngineService, request: Request) -> Response:
+    return outcome(*await service.join_group(await _body(request, schema.JoinGroupBody)))
+
+
+async def _leave_group(service: EngineService, request: Request) -> Response:
+    return outcome(*await service.leave_group((await _body(request, schema.LeaveGroupBody)).group_name))
+
+
+async def _update_from_distributed(service: EngineService, request: Request) -> Response:
+    return outcome(*await service.update_from_distributed(await _body(request, schema.UpdateFromDistributedBody)))
+
+
 async def _begin_update(service: EngineService, request: Request) -> Response:
     await _body(request, schema.Body)
     return outcome(*await service.begin_update())
@@ -213,7 +225,10 @@ _ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/continue_generation", ("POST",), _continue),
     ("/flush_cache", ("GET", "POST"), _flush),
     ("/update_weights_from_disk", ("POST",), _update_from_disk),
+    ("/init_weights_update_group", ("POST",), _join_group),
+    ("/destroy_weights_update_group", ("POST",), _leave_group),
     ("/begin_weight_update", ("POST",), _begin_update),
+    ("/update_weights_from_distributed", ("POST",), _update_from_distributed),
     ("/update_weights_from_tensor", ("POST",), _update_from_tensor),
     ("/end_weight_update", ("POST",), _end_update),
     ("/update_weight_version", ("POST",), _update_version),

@@ -113,6 +113,30 @@ class UpdateFromTensorBody(Body):
     flush_cache: bool = True
 
 
+class JoinGroupBody(Body):
+    master_address: str
+    master_port: int = Field(ge=1, le=65535)
+    rank_offset: int = Field(ge=0)
+    world_size: int = Field(ge=1)
+    group_name: Annotated[str, StringConstraints(min_length=1)] = "weight_update_group"
+    backend: Literal["gloo", "nccl"] = "nccl"
+
+
+class LeaveGroupBody(Body):
+    group_name: str = "weight_update_group"
+
+
+class UpdateFromDistributedBody(Body):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: Literal["flattened_bucket"] | None = None
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+
+
 class UpdateVersionBody(Body):
     new_version: str
     abort_all_requests: bool = True

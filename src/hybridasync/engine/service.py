@@ -9,15 +9,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
 import torch
 
+from hybridasync.engine.groups import Announced, GroupError, Named, UpdateGroups
 from hybridasync.engine.loop import DecoderThread
 from hybridasync.engine.requests import Group, Sampling
 from hybridasync.engine.scheduler import Loads, PauseMode, Scheduler
-from hybridasync.engine.schema import ModelLimits, UpdateFromDiskBody, UpdateFromTensorBody
+from hybridasync.engine.schema import (
+    JoinGroupBody,
+    ModelLimits,
+    UpdateFromDiskBody,
+    UpdateFromDistributedBody,
+    UpdateFromTensorBody,
+)
 from hybridasync.engine.unpickle import named_tensors
 from hybridasync.engine.weights import Weights, WeightStore
 from hybridasync.weights.checksums import overall
@@ -59,6 +67,7 @@ class EngineService:
         )
         self._scheduler = scheduler  # its attributes `weights` and `paused` are read as one reference, nothing else
         self._store = store
+        self._groups = UpdateGroups(store.device)
         self._updating = anyio.Lock()
         self._session_open = False
         self._started = time.time()
@@ -156,19 +165,39 @@ class EngineService:
 
     async def update_from_tensor(self, body: UpdateFromTensorBody) -> Outcome:
         """Each call switches to the tensors it brought: between two calls the weights are mixed, as in SGLang."""
+        read = partial(named_tensors, body.serialized_named_tensors[0], body.load_format)
+        return await self._update_part("update_weights_from_tensor", body, read)
+
+    async def update_from_distributed(self, body: UpdateFromDistributedBody) -> Outcome:
+        """As `update_from_tensor`, with tensors that come over a group. A broadcast that breaks off changes nothing."""
+        announced = Announced(body.names, body.dtypes, body.shapes)
+        flattened = body.load_format is not None
+        receive = partial(self._groups.receive, body.group_name, announced, flattened=flattened)
+        return await self._update_part("update_weights_from_distributed", body, receive)
+
+    async def join_group(self, body: JoinGroupBody) -> Outcome:
         async with self._updating:
-            if not self._session_open:
-                rule = "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
-                return False, rule
-            if body.abort_all_requests:
-                await self.abort(None, abort_all=True)
+            join = partial(
+                self._groups.join,
+                body.group_name,
+                (body.master_address, body.master_port),
+                rank=body.rank_offset,
+                world_size=body.world_size,
+                backend=body.backend,
+            )
             try:
-                weights = await anyio.to_thread.run_sync(
-                    self._unpack, body.serialized_named_tensors[0], body.load_format
-                )
-            except (ValueError, RuntimeError) as error:
-                return False, f"Failed to update weights: {error}. The old weights are kept."
-            return await self._install(weights, version=body.weight_version, flush=body.flush_cache)
+                await anyio.to_thread.run_sync(join)
+            except GroupError as error:
+                return False, f"Failed to initialize custom process group: {error}."
+            return True, "Succeeded to initialize custom process group."
+
+    async def leave_group(self, name: str) -> Outcome:
+        async with self._updating:
+            try:
+                self._groups.leave(name)
+            except GroupError as error:
+                return False, str(error)
+            return True, "Succeeded to destroy custom process group."
 
     async def update_version(self, version: str, *, abort_all: bool) -> None:
         if abort_all:
@@ -227,8 +256,22 @@ class EngineService:
     def _read(self, path: str) -> Weights:
         return self._store.load(read_tensors(path))
 
-    def _unpack(self, payload: str, load_format: str | None) -> Weights:
-        return self._store.updated(self._scheduler.weights, named_tensors(payload, load_format))
+    async def _update_part(
+        self, operation: str, body: UpdateFromTensorBody | UpdateFromDistributedBody, read: Callable[[], Named]
+    ) -> Outcome:
+        def updated() -> Weights:
+            return self._store.updated(self._scheduler.weights, read())
+
+        async with self._updating:
+            if not self._session_open:
+                return False, f"{operation} must run between begin_weight_update() and end_weight_update()"
+            if body.abort_all_requests:
+                await self.abort(None, abort_all=True)
+            try:
+                weights = await anyio.to_thread.run_sync(updated)
+            except (ValueError, RuntimeError) as error:
+                return False, f"Failed to update weights: {error}. The old weights are kept."
+            return await self._install(weights, version=body.weight_version, flush=body.flush_cache)
 
     async def _install(self, weights: Weights, *, version: str | None, flush: bool) -> Outcome:
         """When the switch happened but the cache couldn't be flushed, `/model_info` keeps the old version (SGLang's

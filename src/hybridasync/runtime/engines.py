@@ -158,7 +158,7 @@ def device_of(config: Config) -> str:
 
 def _environment(config: Config, index: int) -> Mapping[str, str]:
     device = device_of(config)
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **group_environment(config)}
     if config.engine.kind == "sglang":
         environment |= launch_environment(device=device, tensor_parallel_size=config.engine.tensor_parallel_size)
     if device == "cuda":
@@ -167,6 +167,13 @@ def _environment(config: Config, index: int) -> Mapping[str, str]:
         gpus = config.engine.gpu_ids or tuple(range(first, first + size * config.engine.num_engines))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[index * size : (index + 1) * size]))
     return environment | config.engine.env
+
+
+def group_environment(config: Config) -> dict[str, str]:
+    """By which interface the ranks of a collective transfer reach each other."""
+    if config.publication.transport != "collective":
+        return {}
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), config.network.interface)
 
 
 async def _ready(config: Config, sidecar: SidecarClient, process: Process | None) -> SidecarStatus:

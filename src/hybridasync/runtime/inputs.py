@@ -59,13 +59,13 @@ class Inputs:
         )
 
     def snapshot_folder(self, run_dir: Path) -> SnapshotFolder:
-        """In shared memory only where the engines are on one node with worker rank 1, which writes the snapshots."""
-        engine = self.config.engine
+        """In shared memory only where all who read the snapshots are on one node with worker rank 1, their writer."""
+        engine, sent = self.config.engine, self.config.publication.transport != "disk"
         writer_is_here = workers_here(self.config.parallel.num_workers) > 0
         return SnapshotFolder(
             run_dir,
             self.config.publication.weights_dir,
-            local=not engine.sidecar_url and not engine.url and writer_is_here,
+            local=(sent or not (engine.sidecar_url or engine.url)) and writer_is_here,
             model_bytes=parameter_count(self.model) * BYTES_PER_PARAMETER[self.config.model.dtype],
         )
 

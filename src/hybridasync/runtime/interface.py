@@ -35,6 +35,11 @@ def check_interface(network: NetworkSection) -> None:
         )
 
 
+def address_of(network: NetworkSection) -> str:
+    """At which other processes of the job reach this one. `check_interface` comes first."""
+    return _addresses(network.interface)[0]
+
+
 def _addresses(interface: str) -> list[str]:
     """What sockets are bound to: torch takes an IPv4 address where the interface has one."""
     found = psutil.net_if_addrs().get(interface, [])

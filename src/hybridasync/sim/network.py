@@ -228,9 +228,11 @@ class SimServer:
     request_timeout_s: float
     engine: SimEngine | None = None
     name: str = field(init=False)
+    base_url: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.node.name
+        self.base_url = f"sim://{self.name}"
 
     async def moved(self, base_url: str) -> None:
         self.engine = self.node.engine

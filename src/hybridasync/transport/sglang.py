@@ -6,17 +6,21 @@ SGLang's own words (`rid`, `output_token_logprobs`, `weight_versions`) stay in t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast, get_args
 
-from hybridasync.errors import ConfigError, EngineError, LocalProtocolError, RemoteProtocolError
+from hybridasync.errors import ConfigError, EngineError, LocalProtocolError, Rejected, RemoteProtocolError
 from hybridasync.http import Endpoint, bearer
 from hybridasync.types import Completion, FinishReason, SamplingParams, VersionSpan, WeightSnapshot
+from hybridasync.weights.buckets import Bucket
 
 INITIAL_VERSION = "default"
 """What SGLang calls the weights that it started with; our weight version 0."""
+
+BAD_REQUEST, NOT_FOUND = 400, 404
 
 FINISH_REASONS = frozenset(get_args(FinishReason))
 
@@ -45,6 +49,26 @@ class ServerVersion:
                 f"{server} is SGLang {text}; hybridasync knows {oldest} to {tested} and is tested with {tested}"
             )
         return cls(text, number >= TESTED_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLayout:
+    """What a server that weights are sent to holds, as far as it says."""
+
+    ranks: int  # tensor-parallel ranks: each receives all that is sent and keeps its part
+    dtype: str  # "auto": not known
+    model_path: str  # the directory its weights came from
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """Where the ranks of one engine meet the sender, who is rank 0 and serves the store."""
+
+    name: str
+    address: str
+    port: int
+    world_size: int
+    backend: str
 
 
 class SglangServer:
@@ -130,10 +154,77 @@ class SglangServer:
         After *any* error the weights have to be verified: SGLang answers 400 also when it loaded the weights but
         couldn't flush the cache, and an engine may be left half updated.
         """
-        body = {"model_path": snapshot.path, "weight_version": str(snapshot.version), "flush_cache": True}
-        answer = await self._control.call_json("update_weights", "POST", "/update_weights_from_disk", json=body)
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise RemoteProtocolError(self.name, "update_weights", f"success isn't true in {answer!r}")
+        body = {"model_path": snapshot.path, **_closing(str(snapshot.version))}
+        await self._post("update_weights", "/update_weights_from_disk", body)
+
+    async def layout(self) -> ServerLayout:
+        """Raises RemoteProtocolError where it has replicas or pipeline stages, whose ranks no group of ours counts."""
+        answer = await self._control.call_json("layout", "GET", "/server_info", server_errors="rejected")
+        try:
+            replicas = int(answer.get("dp_size", 1)) * int(answer.get("pp_size", 1))
+            layout = ServerLayout(int(answer["tp_size"]), str(answer.get("dtype", "auto")), str(answer["model_path"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RemoteProtocolError(self.name, "layout", f"{type(error).__name__}: {error}") from error
+        if replicas != 1:
+            raise RemoteProtocolError(self.name, "layout", "data-parallel replicas or pipeline stages")
+        return layout
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        """Around `receive_weights` and `load_tensors`. Versions before 0.5.23 have no such session."""
+        sessions = True
+        try:
+            await self._post("begin_update", "/begin_weight_update", {})
+        except Rejected as error:
+            if error.status == NOT_FOUND:
+                sessions = False
+            else:  # one was left open by an update that broke off
+                await self._post("end_update", "/end_weight_update", {})
+                await self._post("begin_update", "/begin_weight_update", {})
+        try:
+            yield
+        except Rejected:
+            if sessions:
+                await self._post("end_update", "/end_weight_update", {})
+            raise
+        if sessions:
+            await self._post("end_update", "/end_weight_update", {})
+
+    async def join_group(self, group: GroupAddress) -> None:
+        """Returns once every rank has joined, so the sender has to join meanwhile."""
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._post("join_group", "/init_weights_update_group", body)
+
+    async def leave_group(self, name: str) -> None:
+        """Not being in it is no error."""
+        try:
+            await self._post("leave_group", "/destroy_weights_update_group", {"group_name": name})
+        except Rejected as error:
+            if error.status != BAD_REQUEST:
+                raise
+
+    async def receive_weights(self, bucket: Bucket, group: str, *, version: str | None) -> None:
+        """Receive one broadcast. `version` goes with the last bucket, and only then the prefix cache is dropped."""
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group,
+            "load_format": "flattened_bucket",
+        }
+        await self._post("receive_weights", "/update_weights_from_distributed", body | _closing(version))
+
+    async def load_tensors(self, payload: str, *, ranks: int, version: str | None) -> None:
+        """`payload`: base64 of pickled (name, CPU tensor) pairs by value, the same for each tensor-parallel rank."""
+        body = {"serialized_named_tensors": [payload] * ranks}
+        await self._post("load_tensors", "/update_weights_from_tensor", body | _closing(version))
 
     async def weight_version(self) -> str:
         answer = await self._control.call_json("weight_version", "GET", "/model_info", server_errors="rejected")
@@ -170,6 +261,11 @@ class SglangServer:
             return False
         return True
 
+    async def _post(self, operation: str, path: str, body: Mapping[str, object]) -> None:
+        answer = await self._control.call_json(operation, "POST", path, json=body)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise RemoteProtocolError(self.name, operation, f"success isn't true in {answer!r}")
+
     def _connect(self, base_url: str) -> None:
         control_s, request_s = self._timeouts
         self.base_url = base_url
@@ -179,6 +275,11 @@ class SglangServer:
     async def _close(self) -> None:
         await self._data.aclose()
         await self._control.aclose()
+
+
+def _closing(version: str | None) -> dict[str, object]:
+    """What the last request of an update says. An earlier one names no version: it would label mixed weights."""
+    return {"flush_cache": version is not None, **({"weight_version": version} if version is not None else {})}
 
 
 def _sample_ids(rid: str, n: int) -> list[str]:
