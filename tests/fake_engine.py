@@ -24,6 +24,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+STAGING = ("/stage_weights", "/install_staged_weights")
+
 
 class FakeEngine:
     """`faults`: path → what the next calls do, in order: a status, or seconds to sleep before it is carried out."""
@@ -35,6 +37,7 @@ class FakeEngine:
         self.running = 0
         self.waiting = 0
         self.version = "default"
+        self.can_stage = False  # as the embedded engine; SGLang has no such routes
         self.faults: dict[str, list[float]] = {}
         self.bodies: dict[str, object] = {}  # path → the answer's body, in place of the usual one
 
@@ -43,7 +46,7 @@ class FakeEngine:
 
     def application(self) -> Starlette:
         paths = ("/pause_generation", "/continue_generation", "/abort_request", "/generate", "/flush_cache")
-        paths += ("/update_weights_from_disk", "/weights_checker")
+        paths += ("/update_weights_from_disk", "/weights_checker", *STAGING)
         gets = ("/ready", "/health", "/v1/loads", "/model_info", "/server_info")
         return Starlette(
             routes=[Route(path, self.handle, methods=["POST"]) for path in paths]
@@ -52,6 +55,8 @@ class FakeEngine:
 
     async def handle(self, request: Request) -> Response:
         path = request.url.path
+        if path in STAGING and not self.can_stage:
+            return Response(status_code=404)
         body = json.loads(await request.body() or b"null")
         self.calls.append((path, body))
         fault = self.faults.get(path, [])
@@ -86,7 +91,9 @@ class FakeEngine:
             return {"weight_version": self.version}, 200
         elif path == "/weights_checker":
             return {"ranks": [{"checksums": {}}]}, 200
-        elif path == "/update_weights_from_disk":
+        elif path == "/stage_weights":
+            return {"success": True, "message": "ok"}, 200
+        elif path in ("/update_weights_from_disk", "/install_staged_weights"):
             self.version = values.get("weight_version") or self.version
             return {"success": True, "message": "ok"}, 200
         return {"status": "ok"}, 200

@@ -183,7 +183,7 @@ class Run:
                     try:
                         async with (
                             connect(inputs.config, self.run_dir) as trainer,
-                            transfer_to_engines(inputs.config, self.run_dir, trainer) as transfer,
+                            transfer_to_engines(inputs.config, self.run_dir, trainer, sink=self.sink) as transfer,
                             self._at_work(
                                 inputs, trainer, engines=engines, snapshots=snapshots, transfer=transfer
                             ) as assembly,

@@ -40,8 +40,15 @@ class InferenceServer(Protocol):
 
     async def abort(self, rid: str) -> None: ...
 
+    async def stage(self, snapshot: WeightSnapshot) -> bool:
+        """Prepare the snapshot beside the live weights while the engine generates. False: this engine can't.
+
+        Rejected for a snapshot that it can't use: a delta to a version that it doesn't hold, say.
+        """
+        ...
+
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load the snapshot. The engine must be paused, unless it can stage."""
+        """Load the snapshot, or switch to it where it is staged. The engine must be paused."""
         ...
 
     async def weight_version(self) -> str:
@@ -114,7 +121,14 @@ class Trainer(Protocol):
         ...
 
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
-        """Write the weights as a Hugging Face directory, complete or not at all."""
+        """Write the weights as a Hugging Face directory, complete or not at all.
+
+        With `publication.delta` only what changed since the last version that engines took, where that is smaller.
+        """
+        ...
+
+    async def export_published(self, version: int, path: str) -> int:
+        """With `publication.delta`: write the version exported last in full; answers its bytes. CheckpointError."""
         ...
 
     async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
@@ -137,6 +151,10 @@ class Trainer(Protocol):
 
     async def export_hf(self, path: str) -> None:
         """Write a directory that `transformers` loads, tokenizer included."""
+        ...
+
+    async def clear_cache(self) -> None:
+        """Give cached device memory back (`publication.clear_cache_on_skipped_steps`)."""
         ...
 
     async def memory(self) -> Mapping[str, float]:

@@ -49,10 +49,16 @@ class Schedule:
             if (value := getattr(self, name)) is not None:
                 check_interval(name, value)
 
-    def publish_due(self, step: int) -> bool:
-        """Publication: every K completed steps, always after the last one, and whenever an evaluation is due."""
-        interval = periodic(step, self.update_weights_interval, steps_per_epoch=None, num_rollout=self.num_rollout)
-        return interval or self._eval_period(step)
+    def publish_due(self, step: int, *, interval: int | None = None, published: int = 0) -> bool:
+        """Publication: every K completed steps, always after the last one, and whenever an evaluation is due.
+
+        With an adaptive `interval` the K steps count from the last publication, after `published` completed ones.
+        """
+        if interval is None:
+            due = periodic(step, self.update_weights_interval, steps_per_epoch=None, num_rollout=self.num_rollout)
+        else:
+            due = step + 1 - published >= interval or step == self.num_rollout - 1
+        return due or self._eval_period(step)
 
     def eval_due(self, step: int) -> bool:
         """Evaluation: by interval and at epoch ends; after the last step only with `eval_at_end` (U6)."""

@@ -133,3 +133,12 @@ async def test_c13_beyond_the_context_is_a_refusal(server: SglangServer) -> None
 async def test_the_version_is_the_tested_one(server: SglangServer) -> None:
     """0.5.23, with spans."""
     assert (await server.version()).spans
+
+
+async def test_weights_are_staged_where_the_server_can(target: Target, server: SglangServer) -> None:
+    """The embedded engine prepares them and then only switches; SGLang has no such route, and loads as ever."""
+    new = snapshot(target, "1", version=1)
+    assert await server.stage(new) is (target.kind == "embedded")
+    assert await server.weight_version() != "1"
+    await server.update_weights(new)
+    assert await server.weight_version() == "1" and await server.checksums() == new.checksums

@@ -10,6 +10,7 @@ import anyio
 import anyio.lowlevel
 
 from hybridasync.drivers.fleet import Engine, Fleet
+from hybridasync.errors import EngineError
 from hybridasync.types import (
     Completion,
     EvalResult,
@@ -104,6 +105,9 @@ class FakeServer:
         self.version = "default"
         self.sums: Mapping[str, str] = CHECKSUMS
         self.reply: Callable[[Sequence[int], SamplingParams], Awaitable[tuple[Completion, ...]]] | None = None
+        self.can_stage = False
+        self.stage_error: EngineError | None = None
+        self.staged: list[tuple[int, int | None]] = []  # (version, base)
         self.requests: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.aborted: list[str] = []
         self._world = world
@@ -118,6 +122,16 @@ class FakeServer:
 
     async def abort(self, rid: str) -> None:
         self.aborted.append(rid)
+
+    async def stage(self, snapshot: WeightSnapshot) -> bool:
+        def effect() -> bool:
+            if self.stage_error is not None:
+                raise self.stage_error
+            if self.can_stage:
+                self.staged.append((snapshot.version, snapshot.base_version))
+            return self.can_stage
+
+        return bool(await self._world.call(f"{self.name} stage", effect))
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         def effect() -> None:
@@ -146,12 +160,24 @@ class FakeTrainer:
 
     def __init__(self) -> None:
         self.decisions: list[tuple[int, int, bool]] = []  # epoch, version, commit
+        self.base: int | None = None  # exports are deltas to this version
+        self.exported: list[int] = []
+        self.published: list[int] = []  # versions that were written once more, in full
+        self.cleared = 0
 
     async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
         self.decisions.append((epoch, version, commit))
 
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
-        return WeightSnapshot(version, path, CHECKSUMS, 8, 0.0)
+        self.exported.append(version)
+        return WeightSnapshot(version, path, CHECKSUMS, 8, 0.0, 80, self.base)
+
+    async def clear_cache(self) -> None:
+        self.cleared += 1
+
+    async def export_published(self, version: int, path: str) -> int:
+        self.published.append(version)
+        return 80
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         return [list(sample.rollout_logprobs) for sample in samples]

@@ -22,22 +22,53 @@ from kit import (
 from hybridasync.config.publication import PublicationSection
 from hybridasync.drivers.fleet import Fleet
 from hybridasync.drivers.publish import Publisher, PublishParts
-from hybridasync.drivers.transfer import DiskTransfer
-from hybridasync.errors import CompensationFailed, NotSent, OutcomeUnknown, PublicationFailed, Rejected
+from hybridasync.drivers.staged import transfer_by_disk
+from hybridasync.errors import CheckpointError, CompensationFailed, NotSent, OutcomeUnknown, PublicationFailed, Rejected
 from hybridasync.protocol.debts import Debts
+from hybridasync.types import WeightSnapshot
+
+
+class HookedTrainer(FakeTrainer):
+    """Its export is a point of the world, too."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self.error: Exception | None = None
+
+    async def export_weights(self, version: int, path: str) -> WeightSnapshot:
+        snapshot = await super().export_weights(version, path)
+
+        def effect() -> WeightSnapshot:
+            if self.error is not None:
+                raise self.error
+            return snapshot
+
+        exported: WeightSnapshot = await self._world.call("trainer export", effect)
+        return exported
 
 
 class Saga:
-    def __init__(self, *, count: int = 2, policy: str = "fence") -> None:
+    """`way` is disk, staged or blocking."""
+
+    def __init__(self, *, count: int = 2, policy: str = "fence", way: str = "disk") -> None:
         self.world = World()
         self.fleet: Fleet
         self.servers: list[FakeServer]
         self.sidecars: list[FakeSidecar]
         self.fleet, self.servers, self.sidecars = make_fleet(self.world, count)
         self.journal, self.debts, self.sink = MemoryJournal(), Debts(), RecordingSink()
-        settings = PublicationSection(resume_budget_s=0.3, rollout_http_timeout=0.2, on_ambiguous_pause=policy)
-        self.trainer: Any = FakeTrainer()
-        transfer = DiskTransfer(self.trainer)
+        settings = PublicationSection(
+            resume_budget_s=0.3,
+            rollout_http_timeout=0.2,
+            on_ambiguous_pause=policy,
+            staged=way == "staged",
+            blocking=way == "blocking",
+        )
+        self.trainer: Any = FakeTrainer() if way == "disk" else HookedTrainer(self.world)
+        for server in self.servers:
+            server.can_stage = way == "staged"
+        transfer = transfer_by_disk(settings, self.trainer, self.sink)
         parts = PublishParts(self.fleet, self.trainer, transfer, self.journal, self.debts, self.sink)
         self.publisher = Publisher(settings, parts, session="0" * 32, mode="retract")
 
@@ -73,11 +104,12 @@ async def test_the_debt_is_in_the_journal_before_the_pause_is_sent() -> None:
     assert seen == [2, 2]
 
 
-async def test_r100_cancelled_at_every_point_no_engine_stays_paused() -> None:
+@pytest.mark.parametrize("way", ["disk", "staged", "blocking"])
+async def test_r100_cancelled_at_every_point_no_engine_stays_paused(way: str) -> None:
     """Kill-point matrix: cancelled before a send, after it and after the reply, at each call of the saga."""
     points = 0
     while True:
-        saga = Saga()
+        saga = Saga(way=way)
         passed = 0
         with anyio.CancelScope() as scope:
 
@@ -218,3 +250,48 @@ async def test_prompts_are_held_back_from_the_pause_until_re_admission() -> None
     await saga.publish()
     assert held and all(held)
     assert saga.fleet._held == 0
+
+
+def _order(saga: Saga) -> list[str]:
+    """What was called, an engine's name left out."""
+    return list(dict.fromkeys(call if call.startswith("trainer") else call.split()[1] for call in saga.world.log))
+
+
+async def test_what_can_be_done_before_the_pause_is_done_before_it() -> None:
+    """Staged: export and staging, then the pause. Blocking: everything but the pause itself lies inside of it."""
+    staged, blocking = Saga(way="staged"), Saga(way="blocking")
+    for saga in (staged, blocking):
+        assert (await saga.publish()).engines == ("engine-0", "engine-1")  # type: ignore[attr-defined]
+        saga.assert_nothing_paused()
+    assert _order(staged) == ["trainer export", "stage", "pause", "load", "version", "checksums", "end"]
+    assert _order(blocking) == ["pause", "trainer export", "load", "version", "checksums", "end"]
+
+
+async def test_the_times_of_a_publication_say_where_they_were_spent() -> None:
+    """Staged: export_s and stage_s make up prepare_s. Blocking: all of it is in transfer_s."""
+
+    async def slow(point: str) -> None:
+        await anyio.sleep(0.02 if point in ("trainer export: before send", "engine-0 stage: before send") else 0)
+
+    for way in ("staged", "blocking"):
+        saga = Saga(way=way)
+        saga.world.hook = slow
+        await saga.publish()
+        result = saga.sink.publications[0]
+        assert result.export_s >= 0.02 and (result.kind, result.bytes, result.full_bytes) == ("full", 8, 80)
+        if way == "staged":
+            assert result.stage_s >= 0.02 and result.prepare_s == pytest.approx(result.export_s + result.stage_s)
+        else:
+            assert result.prepare_s < 0.02 <= result.transfer_s <= result.pause_s
+
+
+async def test_an_export_that_fails_under_the_pause_resumes_every_engine() -> None:
+    """Blocking: the error ends the publication, not before every engine runs again; workers hear that it is off."""
+    saga = Saga(way="blocking")
+    saga.trainer.error = CheckpointError("no space")
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await saga.publish()
+    assert caught.value.subgroup(CheckpointError) is not None
+    saga.assert_nothing_paused()
+    assert saga.trainer.decisions == [(0, 1, False)]
+    assert len(saga.fleet.verified) == 0

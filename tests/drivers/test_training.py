@@ -27,7 +27,7 @@ from hybridasync.drivers.transfer import DiskTransfer
 from hybridasync.errors import CheckpointError, NotSent, Rejected
 from hybridasync.protocol.debts import Debts
 from hybridasync.protocol.ledger import RolloutLedger
-from hybridasync.types import Completion, Prompt, StepResult, TrainBatch, TrainSample
+from hybridasync.types import Completion, Prompt, StepResult, TrainBatch, TrainSample, WeightSnapshot
 
 
 class Trainer(FakeTrainer):
@@ -453,3 +453,72 @@ async def test_c32_a_full_disk_stops_the_run_or_is_warned_of_as_configured() -> 
                 assert "checkpoint_failed" in bench.sink.names()
         assert list(bench.store.states) == [2]
         assert bench.sidecar.paused_by is None
+
+
+AUTO = {"update_weights_interval": "auto", "k_max": 3}
+
+
+def slow_exports(bench: Bench) -> None:
+    """Publications that cost many times a step."""
+    export = bench.trainer.export_weights
+
+    async def slow(version: int, path: str) -> WeightSnapshot:
+        await anyio.sleep(0.05)
+        return await export(version, path)
+
+    bench.trainer.export_weights = slow  # type: ignore[method-assign]
+
+
+async def test_an_adaptive_interval_grows_with_what_publications_cost() -> None:
+    """K begins at k_min; measured cost makes it k_max, said once with its reason; the last step is published."""
+    bench = Bench(recipe(12, publication=AUTO, algorithm=TIS))
+    slow_exports(bench)
+    loop = await bench.run()
+    assert [result.version for result in bench.sink.publications] == [0, 1, 4, 7, 10, 12]
+    assert loop.publications == 6
+    (event,) = [fields for name, fields in bench.sink.events if name == "interval_chosen"]
+    assert (event["interval"], event["step"]) == (3, 1) and "a publication costs" in str(event["reason"])
+    assert [row["publish_interval"] for _, row in bench.sink.steps] == [3.0] * 12
+
+
+async def test_r9_an_adaptive_interval_never_evaluates_unpublished_weights() -> None:
+    """R9, R55: evaluations each 5 steps publish first whatever K is, and K counts on from there."""
+    bench = Bench(recipe(12, publication=AUTO, algorithm=TIS, eval={**EVAL, "eval_interval": 5}))
+    slow_exports(bench)
+    loop = await bench.run()
+    assert [result.version for result in bench.sink.publications] == [0, 1, 4, 5, 8, 10, 12]
+    assert [(result.step, result.version) for result in loop.evaluations] == [(0, 0), (5, 5), (10, 10)]
+
+
+async def test_a_resumed_run_keeps_its_adaptive_interval() -> None:
+    """The interval and its measurements are in the checkpoint; the publication at the resume counts from there."""
+    first = Bench(recipe(12, publication=AUTO, algorithm=TIS))
+    slow_exports(first)
+    async with first.loop() as loop:
+        await loop.begin()
+        for _ in range(5):
+            await loop.one_step()
+        state = loop.state()
+    resumed = Bench(recipe(12, publication=AUTO, algorithm=TIS))
+    slow_exports(resumed)
+    await resumed.run(state)
+    assert [result.version for result in resumed.sink.publications] == [5, 8, 11, 12]
+    assert "interval_chosen" not in resumed.sink.names()
+    fixed = Bench(recipe(12, algorithm=TIS, publication={"update_weights_interval": 4}))
+    await fixed.run(state)  # and a run with a fixed interval has no use for it
+    assert [result.version for result in fixed.sink.publications] == [5, 8, 12]
+
+
+@pytest.mark.parametrize(("wanted", "steps"), [(True, [0, 2]), (False, [])])
+async def test_r120_the_cache_is_cleared_after_steps_that_do_not_publish(wanted: bool, steps: list[int]) -> None:
+    """R120: with interval 2 after steps 0 and 2 of 5, once each, and only where that is asked for."""
+    publication = {"update_weights_interval": 2, "clear_cache_on_skipped_steps": wanted}
+    bench = Bench(recipe(5, publication=publication, algorithm=TIS))
+    seen = []
+    async with bench.loop() as loop:
+        await loop.begin()
+        for step in range(5):
+            before = bench.trainer.cleared
+            await loop.one_step()
+            seen += [step] * (bench.trainer.cleared - before)
+    assert seen == steps

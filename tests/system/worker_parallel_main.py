@@ -15,8 +15,10 @@ import torch.distributed as dist
 from tests.worker_kit import KINDS, save_model, tiny_config, tiny_hf
 
 from hybridasync.errors import CheckpointError
+from hybridasync.types import WeightSnapshot
 from hybridasync.weights.checksums import checksums
 from hybridasync.worker import attention, checkpoints, export, hf_mapping, model, parallel
+from hybridasync.worker.published import PublishedCopy
 
 # isort: split
 # Megatron comes after hybridasync.worker, which prepares it for the CPU.
@@ -97,7 +99,19 @@ def check_layout(tp: int, pp: int, work: Path) -> None:
                     assert repr(sorted(snapshot.checksums.items())) == same
                 else:
                     assert not found
+                check_delta(bundle, snapshot, work / f"out-{tp}-{pp}-{kind}-{tied}")
     say(f"layout tp={tp} pp={pp}")
+
+
+def check_delta(bundle: model.ModelBundle, whole: WeightSnapshot, path: Path) -> None:
+    """What changed is gathered from all ranks and adds up to what a whole export says, on every rank."""
+    published = PublishedCopy()
+    first = export.export_snapshot(bundle.gpt, 1, path / "whole", published=published)
+    assert first.checksums == whole.checksums and first.base_version is None
+    published.decided(1, commit=True)
+    same = export.export_snapshot(bundle.gpt, 2, path / "same", published=published)
+    assert (same.base_version, same.bytes, same.checksums) == (1, 0, whole.checksums)
+    assert export.export_published(bundle.gpt, published, 2, path=path / "again") == first.bytes
 
 
 def write_models(work: Path) -> None:

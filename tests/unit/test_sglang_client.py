@@ -217,3 +217,46 @@ def test_version_numbers() -> None:
     for name in ("v1", "-1", "1.0", "", "²", None, 3):
         with pytest.raises(ValueError):
             version_number(name)
+
+
+async def test_a_server_that_cannot_stage_is_asked_once(fake: FakeEngine, engine: SglangServer) -> None:
+    """404 means no such route: from then on nothing is sent, until the engine is another process."""
+    assert [await engine.stage(SNAPSHOT) for _ in range(2)] == [False, False]
+    await engine.update_weights(SNAPSHOT)
+    assert [path for path, _ in fake.calls] == ["/update_weights_from_disk"] and fake.version == "3"
+
+
+async def test_what_was_staged_is_only_switched_to(fake: FakeEngine, engine: SglangServer) -> None:
+    """The base goes along when the snapshot is a delta; the switch names the version alone."""
+    fake.can_stage = True
+    assert await engine.stage(replace(SNAPSHOT, base_version=2))
+    await engine.update_weights(SNAPSHOT)
+    assert fake.calls == [
+        ("/stage_weights", {"model_path": "/snapshots/3", "weight_version": "3", "base_version": "2"}),
+        ("/install_staged_weights", {"weight_version": "3", "flush_cache": True}),
+    ]
+
+
+async def test_a_staged_version_that_is_gone_is_loaded(fake: FakeEngine, engine: SglangServer) -> None:
+    """The engine was started anew between the two: complete weights are loaded, a delta is refused."""
+    fake.can_stage = True
+    for base, paths in ((None, ["/update_weights_from_disk"]), (2, [])):
+        snapshot = replace(SNAPSHOT, base_version=base)
+        assert await engine.stage(snapshot)
+        fake.calls.clear()
+        fake.faults["/install_staged_weights"] = [400]
+        if base is None:
+            await engine.update_weights(snapshot)
+        else:
+            with pytest.raises(Rejected):
+                await engine.update_weights(snapshot)
+        assert [path for path, _ in fake.calls] == ["/install_staged_weights", *paths]
+
+
+async def test_a_new_process_has_nothing_staged(fake: FakeEngine, engine: SglangServer, url: str) -> None:
+    """After `moved`, to the same address too, what was staged before is loaded."""
+    fake.can_stage = True
+    assert await engine.stage(SNAPSHOT)
+    await engine.moved(url)
+    await engine.update_weights(SNAPSHOT)
+    assert fake.calls[-1][0] == "/update_weights_from_disk"

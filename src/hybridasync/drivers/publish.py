@@ -3,7 +3,8 @@
     export, stage ─▶ hold gate ─▶ incur debts ─▶ pause all ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit or not
                                                                                            └─▶ [always] workers: decide
 
-What can be done while the engines generate (export, stage) is done before the pause; `transfer.py` has how.
+What can be done while the engines generate (export, stage) is done before the pause; `transfer.py` has how. With
+`publication.blocking` nothing is: pause all ─▶ export ─▶ load ─▶ verify, as systems do that this one is compared with.
 """
 
 from __future__ import annotations
@@ -51,15 +52,27 @@ class _Saga:
     loaded_at: float = 0.0
     verified_at: float = 0.0
     resumed_at: float = 0.0
+    late_export_s: float = 0.0  # with `blocking`, under the pause
 
 
 @dataclass(frozen=True, slots=True)
+class _Order:
+    """What is to be published."""
+
+    version: int
+    path: str
+    step: int | None
+    started: float
+    before_sampling: Callable[[], Awaitable[None]] | None
+
+
+@dataclass(slots=True)
 class _Times:
     """When what is done before the pause was done."""
 
     started: float
     exported: float
-    staged: float
+    staged: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +114,10 @@ class Publisher:
         confirmed and fencing didn't help. Some engines missing is a degraded result, not an error (R63, R66).
         """
         async with self._lock:
-            started = anyio.current_time()
-            snapshot = await self._parts.transfer.export(version, path)
+            order = _Order(version, path, step, anyio.current_time(), before_sampling)
+            snapshot = None if self._settings.blocking else await self._parts.transfer.export(version, path)
             try:
-                result = await self._bring_to_all(snapshot, step=step, started=started, before_sampling=before_sampling)
+                result = await self._bring_to_all(order, snapshot)
             except BaseException:
                 with suppress(TrainerError):  # the next call to the workers reports it; this error comes first
                     await self._decide(version, commit=False)
@@ -112,31 +125,32 @@ class Publisher:
             await self._decide(version, commit=True)
             return result
 
-    async def _bring_to_all(
-        self,
-        snapshot: WeightSnapshot,
-        *,
-        step: int | None,
-        started: float,
-        before_sampling: Callable[[], Awaitable[None]] | None,
-    ) -> PublicationResult:
-        exported = anyio.current_time()
-        await self._parts.transfer.stage(self._present(), snapshot)
-        times = _Times(started, exported, staged=anyio.current_time())
+    async def _bring_to_all(self, order: _Order, snapshot: WeightSnapshot | None) -> PublicationResult:
+        """`snapshot` None: it is exported under the pause."""
+        times = _Times(order.started, anyio.current_time())
+        if snapshot is not None:
+            await self._parts.transfer.stage(self._present(), snapshot)
+        times.staged = anyio.current_time()
         with self._parts.fleet.held():
-            await self._drain(snapshot.version)
+            await self._drain(order.version)
             saga = self._begin(self._present(), self._mode)
-            self._latest = snapshot
-            await self._swap_under_pause(saga, snapshot)
-            self._readmit(saga, snapshot.version)
-            if saga.verified and before_sampling is not None:
-                await before_sampling()
-        result = _result(saga, snapshot, step=step, times=times)
+            self._latest = snapshot or self._latest
+            snapshot = await self._swap_under_pause(saga, order if snapshot is None else snapshot)
+            self._readmit(saga, order.version)
+            if saga.verified and order.before_sampling is not None:
+                await order.before_sampling()
+        result = _result(saga, snapshot, step=order.step, times=times)
         self._parts.sink.publication(result)
         if not saga.verified:
             details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items()) or "no engine is up"
-            raise PublicationFailed(snapshot.version, [], list(saga.failures), detail=details)
+            raise PublicationFailed(order.version, [], list(saga.failures), detail=details)
         return result
+
+    async def _export_late(self, order: _Order, saga: _Saga) -> WeightSnapshot:
+        begun = anyio.current_time()
+        self._latest = await self._parts.transfer.export(order.version, order.path)
+        saga.late_export_s = anyio.current_time() - begun
+        return self._latest
 
     async def _decide(self, version: int, *, commit: bool) -> None:
         """One outcome for all workers (R105a): where no engine took the version, the one before stays published."""
@@ -177,7 +191,8 @@ class Publisher:
                 detail = f"requests were still in flight after publication.drain_timeout_s = {limit:g} s"
                 raise PublicationFailed(version, live, [], detail=detail)
 
-    async def _swap_under_pause(self, saga: _Saga, snapshot: WeightSnapshot) -> None:
+    async def _swap_under_pause(self, saga: _Saga, what: WeightSnapshot | _Order) -> WeightSnapshot:
+        """Answers the snapshot, which for an order is made meanwhile."""
         with _marked(saga.engines):
             self._incur(saga.engines, saga.txn)
             try:
@@ -186,6 +201,7 @@ class Publisher:
                         for engine in saga.engines:
                             tasks.start_soon(self._pause, engine, saga, leases)
                     saga.paused_at = anyio.current_time()
+                    snapshot = await self._export_late(what, saga) if isinstance(what, _Order) else what
                     await self._load_and_verify(saga, snapshot)
                     leases.cancel_scope.cancel()
             finally:
@@ -193,6 +209,7 @@ class Publisher:
                 # Shielded: cancelled here, an engine would stay paused for ever.
                 with anyio.CancelScope(shield=True):
                     await self._end_all(saga)
+        return snapshot
 
     async def _load_and_verify(self, saga: _Saga, snapshot: WeightSnapshot) -> None:
         saga.touched.update(engine.name for engine in saga.paused)
@@ -396,7 +413,7 @@ def _result(saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, times: _
         pause_s=max(0.0, saga.resumed_at - saga.asked_at),
         bytes=snapshot.bytes,
         degraded=bool(saga.failures),
-        export_s=times.exported - times.started,
+        export_s=saga.late_export_s or times.exported - times.started,
         stage_s=times.staged - times.exported,
         full_bytes=snapshot.full_bytes or snapshot.bytes,
         kind="full" if snapshot.base_version is None else "delta",

@@ -24,6 +24,7 @@ from hybridasync.drivers.rollout import Rollout
 from hybridasync.drivers.stepmetrics import batch_metrics, publication_metrics
 from hybridasync.errors import CheckpointError, LocalProtocolError, PublicationFailed, leading_cause
 from hybridasync.ports import MetricSink, SnapshotFolder, Trainer
+from hybridasync.protocol.pace import Pace
 from hybridasync.schedule import Schedule
 from hybridasync.types import EvalResult, Group, PublicationResult, TrainBatch
 
@@ -75,6 +76,10 @@ class TrainingLoop:
         self.publications = 0
         self.samples_trained = 0
         self.evaluations: list[EvalResult] = []
+        publication = config.publication
+        self._pace: Pace | None = None  # the interval is fixed
+        if publication.update_weights_interval == "auto":
+            self._pace = Pace(publication.k_min, publication.k_max)
 
     async def begin(self) -> None:
         """The initial publication (R13), the evaluation before training where configured (R50), then the rollout."""
@@ -94,6 +99,8 @@ class TrainingLoop:
         waited = anyio.current_time() - started
         metrics = await self._train(step, groups)
         self.step = self.version = step + 1
+        if self._pace is not None:
+            self._pace.worked(anyio.current_time() - started)
         publication = await self._after(step)
         saving_s, self._saving_s = self._saving_s, 0.0
         metrics |= {
@@ -102,6 +109,7 @@ class TrainingLoop:
             "step_s": anyio.current_time() - started + saving_s,
             "checkpoint_s": saving_s,
             "publications": float(self.publications),
+            "publish_interval": float(self._pace.interval if self._pace else self._schedule.update_weights_interval),
             "weight_version": float(self.version),
             "in_flight": float(self._parts.fleet.in_flight),
         }
@@ -121,8 +129,10 @@ class TrainingLoop:
         await self._evaluation_over()
         path = self._parts.snapshots.path(self.version)
         then = self._start_evaluation if evaluating else None
+        started, cost_s = anyio.current_time(), None
         try:
             result = await self._parts.publisher.publish(self.version, path, step=step, before_sampling=then)
+            cost_s = None if step is None else anyio.current_time() - started
         except PublicationFailed as error:
             if not self._parts.fleet.verified and not (self._config.engine.use_fault_tolerance and self.publications):
                 raise
@@ -130,6 +140,7 @@ class TrainingLoop:
             return None
         finally:
             self._parts.snapshots.drop_all_but(newest=2)
+            self._choose_interval(cost_s)
         self.publications += 1
         return result
 
@@ -154,7 +165,7 @@ class TrainingLoop:
             "samples_trained": self.samples_trained,
             "evaluation_pending": not self._evaluated.is_set(),
             "rollout": self._parts.rollout.state(),
-        }
+        } | ({"pace": self._pace.state()} if self._pace else {})
 
     def start_at(self, step: int) -> None:
         """Begin at a step other than 0, without a checkpoint: versions count on from it, so that they never go back."""
@@ -168,6 +179,18 @@ class TrainingLoop:
         self.samples_trained = int(state["samples_trained"])
         self._owes_evaluation = bool(state.get("evaluation_pending"))  # it was cut off: these weights again
         self._parts.rollout.restore(state["rollout"])
+        if self._pace is not None and "pace" in state:
+            self._pace.restore(state["pace"])
+
+    def _publish_due(self, step: int) -> bool:
+        if self._pace is None:
+            return self._schedule.publish_due(step)
+        return self._schedule.publish_due(step, interval=self._pace.interval, published=self._pace.published)
+
+    def _choose_interval(self, cost_s: float | None) -> None:
+        """`cost_s`: what a publication held training up for; None: it failed, or was the first one of a process."""
+        if self._pace is not None and (choice := self._pace.tried(self.step, cost_s)):
+            self._parts.sink.event("interval_chosen", interval=choice.interval, reason=choice.reason, step=self.step)
 
     async def _train(self, step: int, groups: tuple[Group, ...]) -> dict[str, float]:
         algorithm = self._config.algorithm
@@ -202,8 +225,10 @@ class TrainingLoop:
         """
         publication = None
         evaluating = self._parts.evaluation is not None and self._schedule.eval_due(step)
-        if self._schedule.publish_due(step):
+        if self._publish_due(step):
             publication = await self.publish(step, evaluating=evaluating)
+        elif self._config.publication.clear_cache_on_skipped_steps:
+            await self._parts.trainer.clear_cache()
         if evaluating and publication is None and self._serving(step):
             await self._start_evaluation()  # of the older weights that serve, and filed under them (U13)
         self._parts.rollout.finish(step)

@@ -148,6 +148,16 @@ async def _update_from_distributed(service: EngineService, request: Request) -> 
     return outcome(*await service.update_from_distributed(await _body(request, schema.UpdateFromDistributedBody)))
 
 
+async def _stage(service: EngineService, request: Request) -> Response:
+    """Not SGLang's: see docs/publication.md."""
+    return outcome(*await service.stage(await _body(request, schema.StageWeightsBody)))
+
+
+async def _install_staged(service: EngineService, request: Request) -> Response:
+    """Not SGLang's."""
+    return outcome(*await service.install_staged(await _body(request, schema.InstallStagedBody)))
+
+
 async def _begin_update(service: EngineService, request: Request) -> Response:
     await _body(request, schema.Body)
     return outcome(*await service.begin_update())
@@ -227,6 +237,8 @@ _ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/update_weights_from_disk", ("POST",), _update_from_disk),
     ("/init_weights_update_group", ("POST",), _join_group),
     ("/destroy_weights_update_group", ("POST",), _leave_group),
+    ("/stage_weights", ("POST",), _stage),
+    ("/install_staged_weights", ("POST",), _install_staged),
     ("/begin_weight_update", ("POST",), _begin_update),
     ("/update_weights_from_distributed", ("POST",), _update_from_distributed),
     ("/update_weights_from_tensor", ("POST",), _update_from_tensor),

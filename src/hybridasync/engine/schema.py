@@ -105,6 +105,19 @@ class UpdateFromDiskBody(Body):
     flush_cache: bool = True
 
 
+class StageWeightsBody(Body):
+    """`base_version`: the folder holds a delta to this version, which must be live."""
+
+    model_path: str
+    weight_version: str
+    base_version: str | None = None
+
+
+class InstallStagedBody(Body):
+    weight_version: str
+    flush_cache: bool = True
+
+
 class UpdateFromTensorBody(Body):
     serialized_named_tensors: list[Annotated[str, StringConstraints(min_length=1)]] = Field(min_length=1)
     load_format: str | None = None

@@ -20,8 +20,10 @@ from hybridasync.engine.loop import DecoderThread
 from hybridasync.engine.requests import Group, Sampling
 from hybridasync.engine.scheduler import Loads, PauseMode, Scheduler
 from hybridasync.engine.schema import (
+    InstallStagedBody,
     JoinGroupBody,
     ModelLimits,
+    StageWeightsBody,
     UpdateFromDiskBody,
     UpdateFromDistributedBody,
     UpdateFromTensorBody,
@@ -70,6 +72,9 @@ class EngineService:
         self._groups = UpdateGroups(store.device)
         self._updating = anyio.Lock()
         self._session_open = False
+        self._staged: tuple[str, str, Weights] | None = None  # version, folder, complete set
+        self._retired: Weights | None = None  # was live before; its memory goes once the engine decodes again
+        self._releasing: asyncio.Future[None] | None = None
         self._started = time.time()
 
     @property
@@ -122,6 +127,7 @@ class EngineService:
 
     async def resume(self) -> None:
         await self._call(lambda scheduler: scheduler.resume())
+        self._release()
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` seconds for an idle engine."""
@@ -137,6 +143,7 @@ class EngineService:
     async def update_from_disk(self, body: UpdateFromDiskBody) -> Outcome:
         """Read and check beside the live weights while decoding goes on, then switch."""
         async with self._updating:
+            await self._release_all()
             if body.abort_all_requests:
                 await self.abort(None, abort_all=True)
             try:
@@ -154,6 +161,7 @@ class EngineService:
                 return False, "a weight-update session is already open; call end_weight_update() first"
             await self._call_exclusive(lambda _: None)
             self._session_open = True
+            await self._release_all()
             return True, "Success"
 
     async def end_update(self) -> Outcome:
@@ -198,6 +206,36 @@ class EngineService:
             except GroupError as error:
                 return False, str(error)
             return True, "Succeeded to destroy custom process group."
+
+    async def stage(self, body: StageWeightsBody) -> Outcome:
+        """Prepare weights beside the live ones, checksums included, while decoding goes on; they replace staged ones.
+
+        What fails here changes nothing but that nothing is staged any more.
+        """
+        async with self._updating:
+            await self._release_all()
+            live = self._scheduler.weights
+            if body.base_version is not None and body.base_version != self.weight_version:
+                return False, f"A delta to version {body.base_version} can't be applied to {self.weight_version}."
+            try:
+                weights = await anyio.to_thread.run_sync(self._prepare, body, live)
+            except (OSError, ValueError, RuntimeError) as error:
+                return False, f"Failed to stage weights: {error}. The old weights are kept."
+            self._staged = (body.weight_version, body.model_path, weights)
+            return True, f"Weights are staged as version {body.weight_version}."
+
+    async def install_staged(self, body: InstallStagedBody) -> Outcome:
+        """Switch to what was staged: one assignment between two tokens, whatever the size of the model."""
+        async with self._updating:
+            if self._staged is None or self._staged[0] != body.weight_version:
+                found = "nothing" if self._staged is None else f"version {self._staged[0]}"
+                return False, f"Version {body.weight_version} isn't staged; {found} is."
+            version, path, weights = self._staged
+            self._staged, self._retired = None, self._scheduler.weights
+            success, message = await self._install(weights, version=version, flush=body.flush_cache)
+            if success:
+                self.model_path = path
+            return success, message
 
     async def update_version(self, version: str, *, abort_all: bool) -> None:
         if abort_all:
@@ -252,6 +290,32 @@ class EngineService:
             "version": SGLANG_VERSION,
             "frontend": "hybridasync",
         }
+
+    def _release(self) -> None:
+        """Begin to give back the set that was live before the last switch.
+
+        On a thread, and once the engine decodes again: to unmap a set takes far longer than to switch to another.
+        """
+        if self._retired is not None:
+            held, self._retired = [self._retired], None
+            self._releasing = asyncio.get_running_loop().run_in_executor(None, held.clear)
+
+    async def _release_all(self) -> None:
+        """Before another set is made: only the live one is left, so that there are never three."""
+        self._staged = None
+        self._release()
+        if self._releasing is not None:
+            await self._releasing
+            self._releasing = None
+
+    def _prepare(self, body: StageWeightsBody, live: Weights) -> Weights:
+        base, version = body.base_version, body.weight_version
+        if base is None:
+            weights = self._store.load(read_tensors(body.model_path))
+        else:
+            weights = self._store.patched(live, body.model_path, version=version, base_version=base)
+        weights.checksums()
+        return weights
 
     def _read(self, path: str) -> Weights:
         return self._store.load(read_tensors(path))

@@ -1,6 +1,8 @@
 """Weights as the decoder holds them: fused, under SGLang's names, never changed once made.
 
-A new version is built beside the live one and checked in full before anyone sees it; switching is one assignment.
+A new version is built beside the live one and checked in full before anyone sees it; switching is one assignment. So a
+set's checksums are computed once: they are of the very tensors that decode afterwards, and torch's counter of in-place
+changes proves that nobody wrote to one since.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 
 from hybridasync.engine.model_config import ModelConfig
 from hybridasync.weights.checksums import checksums
+from hybridasync.weights.delta import Change, bits, open_delta
 from hybridasync.weights.layout import FUSED_PARTS, fused_name
 
 
@@ -36,8 +39,15 @@ class Layer(NamedTuple):
 class Weights:
     """One complete set. `named`: SGLang's parameter name → tensor."""
 
-    def __init__(self, named: Mapping[str, torch.Tensor], config: ModelConfig) -> None:
+    def __init__(
+        self, named: Mapping[str, torch.Tensor], config: ModelConfig, *, shared_with: Weights | None = None
+    ) -> None:
+        """`shared_with` is a set that some of the tensors are of: their checksums are known from there."""
         self.named = dict(named)
+        self._sums: dict[str, tuple[int, str]] = {}
+        if shared_with is not None:
+            known, theirs = dict(shared_with._sums), shared_with.named  # copied: another thread may add to it
+            self._sums = {name: sum_ for name, sum_ in known.items() if self.named.get(name) is theirs[name]}
         self.tied = config.tied
         self.embedding = self.named["model.embed_tokens.weight"]
         self.head = self.embedding if config.tied else self.named["lm_head.weight"]
@@ -45,7 +55,13 @@ class Weights:
         self.layers = [self._layer(f"model.layers.{index}.", config) for index in range(config.layers)]
 
     def checksums(self) -> dict[str, str]:
-        return checksums(self.named.items(), tie_word_embeddings=self.tied)
+        """SGLang's parameter name → checksum. Computed where it isn't known, or where a tensor was written to since."""
+        for name, tensor in self.named.items():
+            writes = _writes(tensor)
+            if writes is None or self._sums.get(name, ())[:1] != (writes,):
+                (value,) = checksums([(name, tensor)], tie_word_embeddings=self.tied).values()
+                self._sums[name] = (-1 if writes is None else writes, value)
+        return {name: self._sums[name][1] for name in self.named}
 
     def _qk_norm(self, prefix: str, config: ModelConfig) -> torch.Tensor:
         query, key = (self.named[f"{prefix}self_attn.{name}_norm.weight"] for name in "qk")
@@ -66,6 +82,11 @@ class Weights:
             down=self.named[f"{prefix}mlp.down_proj.weight"],
             down_bias=get(f"{prefix}mlp.down_proj.bias"),
         )
+
+
+def _writes(tensor: torch.Tensor) -> int | None:
+    """How often the tensor was changed in place; None where torch doesn't count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -115,6 +136,29 @@ class WeightStore:
         return self._build(named, base=weights)
 
     @torch.no_grad()
+    def patched(self, weights: Weights, path: str, *, version: str, base_version: str) -> Weights:
+        """`weights`, which are of `base_version`, with the delta at `path`; tensors without a change are shared.
+
+        Raises WeightMismatchError for a delta of other versions, another type or another model, SnapshotError for one
+        that can't be read.
+        """
+        result = dict(weights.named)
+        with open_delta(path) as delta:
+            wanted = (version, base_version, str(self.dtype).removeprefix("torch."))
+            if (found := (delta.version, delta.base_version, delta.dtype)) != wanted:
+                raise WeightMismatchError(f"the delta is of (version, base, type) {found}, not {wanted}")
+            for name, change in delta.changes:
+                shape = self._shapes.get(name)
+                if shape is None:
+                    raise WeightMismatchError(f"the model has no parameter {name}")
+                target, part = fused_name(name)
+                if result[target] is weights.named[target]:
+                    result[target] = weights.named[target].clone()
+                start = self._offset(name, part)
+                _patch(bits(result[target][start : start + shape[0]]), change, name=name)
+        return Weights(result, self.config, shared_with=weights)
+
+    @torch.no_grad()
     def _build(self, named: Iterable[tuple[str, torch.Tensor]], base: Weights | None) -> Weights:
         result: dict[str, torch.Tensor] = dict(base.named) if base else {}
         fresh: set[str] = set()
@@ -135,7 +179,7 @@ class WeightStore:
             seen.add(name)
         if base is None and (missing := sorted(self._shapes.keys() - seen)):
             raise WeightMismatchError(f"{len(missing)} parameters are missing, {missing[0]} among them")
-        return Weights(result, self.config)
+        return Weights(result, self.config, shared_with=base)
 
     def _check(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         shape = self._shapes.get(name)
@@ -163,3 +207,17 @@ class WeightStore:
             return 0
         names = self._parts(name, part)
         return sum(self._shapes[other][0] for other in names[: names.index(name)])
+
+
+def _patch(row: torch.Tensor, change: Change, *, name: str) -> None:
+    """Write a change into the bits of a tensor."""
+    values = torch.from_numpy(change.values)
+    if values.element_size() != row.element_size() or (change.gaps is None and values.numel() != row.numel()):
+        raise WeightMismatchError(
+            f"{name} has {row.numel()} values of {row.element_size()} bytes, the delta other ones"
+        )
+    values = values.view(row.dtype).to(row.device)
+    if change.gaps is None:
+        row.copy_(values)
+    else:
+        row[torch.from_numpy(change.positions(row.numel())).to(row.device)] = values

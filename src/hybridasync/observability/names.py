@@ -111,6 +111,9 @@ PUBLISH_RESUME_S = _metric("publish_resume_s", "publication", "of a pause: until
 PUBLISH_BYTES = _metric("publish_bytes", "publication", "weights written for the engines", unit="bytes")
 PUBLISH_FULL_BYTES = _metric("publish_full_bytes", "publication", "what a complete snapshot takes", unit="bytes")
 PUBLISH_DELTA = _metric("publish_delta", "publication", "1 if only what changed was written")
+PUBLISH_INTERVAL = _metric(
+    "publish_interval", "publication", "steps between two publications (update_weights_interval)", unit="steps"
+)
 PUBLICATIONS = _metric("publications", "publication", "completed publications so far, the first one included")
 WEIGHT_VERSION = _metric("weight_version", "publication", "weight version after the step: completed training steps")
 PARTITION_LAG_MEAN = _metric("partition_lag_mean", "staleness", "step minus its groups' partition, mean", unit="steps")
@@ -132,6 +135,21 @@ TRAINER_RSS_MIB = _metric(
 )
 ROLLOUT_RSS_MIB = _metric(
     "rollout_rss_mib", "system", "resident memory of the engine processes on this node", unit="MiB"
+)
+TRAINER_PUBLISHED_COPY_MIB = _metric(
+    "trainer_published_copy_mib", "system", "publication.delta: copy of what was published last", unit="MiB"
+)
+TRAINER_ALLOCATED_MIB = _metric(
+    "trainer_allocated_mib", "system", "CUDA memory in use after the training step, largest rank", unit="MiB"
+)
+TRAINER_ALLOCATED_PEAK_MIB = _metric(
+    "trainer_allocated_peak_mib", "system", "CUDA memory in use, most of the run so far, largest rank", unit="MiB"
+)
+TRAINER_RESERVED_MIB = _metric(
+    "trainer_reserved_mib", "system", "CUDA memory held by the allocator after the training step", unit="MiB"
+)
+TRAINER_RESERVED_PEAK_MIB = _metric(
+    "trainer_reserved_peak_mib", "system", "CUDA memory held by the allocator, most of the run so far", unit="MiB"
 )
 CPU_PERCENT = _metric("cpu_percent", "system", "processor use of this node, over all its cores", unit="%")
 

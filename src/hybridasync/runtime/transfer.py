@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridasync.config.models import Config
-from hybridasync.drivers.transfer import DiskTransfer, SentTransfer, Transfer
+from hybridasync.drivers.staged import transfer_by_disk
+from hybridasync.drivers.transfer import SentTransfer, Transfer
 from hybridasync.observability.process import child_environment
-from hybridasync.ports import Trainer
+from hybridasync.ports import MetricSink, Trainer
 from hybridasync.runtime.engines import device_of, group_environment
 from hybridasync.runtime.environment import without_torchrun
 from hybridasync.runtime.interface import address_of
@@ -34,10 +35,12 @@ class SenderSettings:
 
 
 @asynccontextmanager
-async def transfer_to_engines(config: Config, run_dir: Path, trainer: Trainer) -> AsyncIterator[Transfer]:
+async def transfer_to_engines(
+    config: Config, run_dir: Path, trainer: Trainer, *, sink: MetricSink
+) -> AsyncIterator[Transfer]:
     """The sender, where the recipe needs one, ends with the block."""
     if config.publication.transport == "disk":
-        yield DiskTransfer(trainer)
+        yield transfer_by_disk(config.publication, trainer, sink)
         return
     async with sender_of(config, run_dir) as sender:
         yield SentTransfer(trainer, sender)

@@ -30,6 +30,8 @@ OPERATIONS = (
     "train_step",
     "logprobs",
     "export_weights",
+    "export_published",
+    "clear_cache",
     "decide",
     "reference_logprobs",
     "save_checkpoint",

@@ -115,6 +115,9 @@ class SimTrainer:
     async def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         return await self.logprobs(samples)
 
+    async def export_published(self, version: int, path: str) -> int:
+        return (await self.export_weights(version, path)).bytes
+
     async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
         await self._work(0.0)
         self._decisions.take(epoch, version, commit=commit)
@@ -132,6 +135,9 @@ class SimTrainer:
         self.completed = int(Path(path).parent.name)
 
     async def export_hf(self, path: str) -> None:
+        await self._work(0.0)
+
+    async def clear_cache(self) -> None:
         await self._work(0.0)
 
     async def memory(self) -> Mapping[str, float]:

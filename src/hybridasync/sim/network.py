@@ -243,6 +243,10 @@ class SimServer:
     async def abort(self, rid: str) -> None:
         await self._call("abort", lambda e: e.abort(rid))
 
+    async def stage(self, snapshot: WeightSnapshot) -> bool:
+        """It loads under the pause, as SGLang does."""
+        return False
+
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         await self._call("update_weights", lambda e: e.update_weights(snapshot))
 

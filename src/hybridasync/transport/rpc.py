@@ -207,6 +207,10 @@ class RpcTrainer:
         snapshot: WeightSnapshot = await self.call("export_weights", version, path)
         return snapshot
 
+    async def export_published(self, version: int, path: str) -> int:
+        written: int = await self.call("export_published", version, path)
+        return written
+
     async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
         """R105a. A call that was given up and still runs is told so first: it may wait for an engine that has gone."""
         async with self._group:
@@ -229,6 +233,9 @@ class RpcTrainer:
 
     async def export_hf(self, path: str) -> None:
         await self.call("export_hf", path)
+
+    async def clear_cache(self) -> None:
+        await self.call("clear_cache")
 
     async def memory(self) -> Mapping[str, float]:
         values: Mapping[str, float] = await self.call("memory")

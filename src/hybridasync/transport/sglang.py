@@ -88,6 +88,8 @@ class SglangServer:
         self._headers = bearer(api_key)
         self._timeouts = control_timeout_s, request_timeout_s
         self._samples: dict[str, int] = {}  # requests that may be running there → samples of each
+        self._can_stage = True  # until it says that it has no such route
+        self._staged: int | None = None  # the version that it has prepared
         self._connect(base_url)
 
     async def __aenter__(self) -> Self:
@@ -100,6 +102,7 @@ class SglangServer:
 
     async def moved(self, base_url: str) -> None:
         """The engine was started anew, perhaps at another address. Nothing may be under way to the old one."""
+        self._can_stage, self._staged = True, None
         if base_url != self.base_url:
             await self._close()
             self._connect(base_url)
@@ -148,14 +151,41 @@ class SglangServer:
         for sample in _sample_ids(rid, self._samples.pop(rid, 1)):
             await self._control.call("abort", "POST", "/abort_request", json={"rid": sample})
 
+    async def stage(self, snapshot: WeightSnapshot) -> bool:
+        """Let the engine read and check the snapshot while it generates. SGLang has no such route: False."""
+        self._staged = None
+        if not self._can_stage:
+            return False
+        body = {"model_path": snapshot.path, "weight_version": str(snapshot.version)}
+        if snapshot.base_version is not None:
+            body["base_version"] = str(snapshot.base_version)
+        try:
+            await self._control.call("stage", "POST", "/stage_weights", json=body, server_errors="rejected")
+        except Rejected as error:
+            if error.status not in (404, 405):
+                raise
+            self._can_stage = False
+            return False
+        self._staged = snapshot.version
+        return True
+
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load the snapshot from its folder and drop the prefix cache. The engine must be paused.
+        """Switch to the snapshot where it is staged, else load it from its folder; drop the prefix cache.
 
         After *any* error the weights have to be verified: SGLang answers 400 also when it loaded the weights but
         couldn't flush the cache, and an engine may be left half updated.
         """
-        body = {"model_path": snapshot.path, **_closing(str(snapshot.version))}
-        await self._post("update_weights", "/update_weights_from_disk", body)
+        staged, self._staged = self._staged == snapshot.version, None
+        body = _closing(str(snapshot.version))
+        if staged:
+            try:
+                await self._post("update_weights", "/install_staged_weights", body)
+            except Rejected:  # it has been started anew, say
+                if snapshot.base_version is not None:  # what lies at the path is not complete
+                    raise
+            else:
+                return
+        await self._post("update_weights", "/update_weights_from_disk", {"model_path": snapshot.path, **body})
 
     async def layout(self) -> ServerLayout:
         """Raises RemoteProtocolError where it has replicas or pipeline stages, whose ranks no group of ours counts."""

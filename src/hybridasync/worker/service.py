@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import psutil
@@ -27,6 +27,7 @@ from hybridasync.worker import checkpoints, export, parallel
 from hybridasync.worker.hf_mapping import load_hf
 from hybridasync.worker.model import DTYPES, ModelBundle, build
 from hybridasync.worker.optimizer import OptimizerSettings, Phase, make_optimizer, wrap_for_training
+from hybridasync.worker.published import PublishedCopy
 from hybridasync.worker.train_step import StepRunner, TrainingPhase
 
 MIB = 1 << 20
@@ -50,6 +51,7 @@ class Worker:
         self._phase: TrainingPhase | None = None
         self._phase_name = ""
         self._decisions = Decisions()
+        self._published = PublishedCopy() if config.publication.delta else None
 
     def setup(self) -> TrainerInfo:
         """Build the model, load the initial weights, and the reference model where the loss needs one.
@@ -104,7 +106,9 @@ class Worker:
         """One training step. Raises DivergedError, DataError."""
         if self._phase is None:
             raise LocalProtocolError("train_step came before start_phase")
-        return self._ready().runner.train_step(batch, self._phase)
+        result = self._ready().runner.train_step(batch, self._phase)
+        memory = {f"trainer_{name}": value for name, value in self.memory().items() if not name.startswith("rss")}
+        return replace(result, metrics={**result.metrics, **memory})
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         """Log-probs of each sample's response tokens under the current weights, at the sampling temperature."""
@@ -114,7 +118,22 @@ class Worker:
         """Write the weights for the engines, in the type that they hold. Raises CheckpointError."""
         held, gpt = self._config.engine.dtype, self._ready().bundle.gpt
         engines = engine_layout(self._config.engine, kv_heads=gpt.hf.num_kv_heads, gpu_here=torch.cuda.is_available())
-        return export.export_snapshot(gpt, version, path, dtype=DTYPES[held] if held else None, engines=engines)
+        snapshot = export.export_snapshot(
+            gpt, version, path, dtype=DTYPES[held] if held else None, engines=engines, published=self._published
+        )
+        if self._config.publication.clear_cache_on_skipped_steps:
+            self.clear_cache()
+        return snapshot
+
+    def export_published(self, version: int, path: str) -> int:
+        """Write the version exported last in full. Raises CheckpointError."""
+        if self._published is None:
+            raise LocalProtocolError("what was published is kept only with publication.delta")
+        return export.export_published(self._ready().bundle.gpt, self._published, version, path=path)
+
+    def clear_cache(self) -> None:
+        """Give the memory that torch's CUDA allocator caches back to the device; nothing to do on a CPU."""
+        torch.cuda.empty_cache()
 
     def decide(self, epoch: int, version: int, commit: bool) -> None:
         """What became of the publication of `version`. Once engines serve it, `keep_old_actor` keeps a copy of it.
@@ -122,6 +141,8 @@ class Worker:
         Raises LocalProtocolError for an epoch that isn't newer than the last one.
         """
         self._decisions.take(epoch, version, commit=commit)
+        if self._published is not None:
+            self._published.decided(version, commit=commit)
         if commit and self._config.algorithm.keep_old_actor:
             self._ready().runner.kept.keep(version)
 
@@ -143,11 +164,14 @@ class Worker:
         export.export_hf(self._ready().bundle.gpt, path)
 
     def memory(self) -> dict[str, float]:
-        """MiB, largest of all ranks: resident memory of the process and, on CUDA, the allocator's, now and at most."""
+        """MiB, largest of all ranks: resident memory of the process, with `publication.delta` the copy of what was
+        published, and on CUDA the allocator's, now and at most."""
         values = {
             "rss_mib": psutil.Process().memory_info().rss / MIB,
             "rss_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
+        if self._published is not None:
+            values["published_copy_mib"] = self._published.nbytes / MIB
         if torch.cuda.is_available():
             values |= {
                 "allocated_mib": torch.cuda.memory_allocated() / MIB,

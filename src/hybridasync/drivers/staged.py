@@ -1,0 +1,97 @@
+"""Weights that engines prepare while they generate, complete or as what changed: the pause is the switch alone.
+
+    export ─▶ stage: [delta where the engine holds its base] ─▶ [complete where that failed] ─▶ load: switch
+
+Nothing here has to succeed: an engine that couldn't stage loads complete weights under the pause, as with DiskTransfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import anyio
+
+from hybridasync.config.publication import PublicationSection
+from hybridasync.drivers.fleet import Engine
+from hybridasync.drivers.transfer import DiskTransfer, Transfer
+from hybridasync.errors import CheckpointError, EngineError, NotSent
+from hybridasync.ports import MetricSink, Trainer
+from hybridasync.types import WeightSnapshot
+
+
+class StagedTransfer(DiskTransfer):
+    """A snapshot in shared memory or a shared folder that engines read before they are paused."""
+
+    def __init__(self, trainer: Trainer, sink: MetricSink) -> None:
+        super().__init__(trainer)
+        self._trainer = trainer
+        self._sink = sink
+
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
+        await self._staged(engines, snapshot)
+
+    async def _staged(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> set[str]:
+        """The names of the engines that have staged it."""
+        done: set[str] = set()
+
+        async def stage(engine: Engine) -> None:
+            try:
+                if await engine.server.stage(snapshot):
+                    done.add(engine.name)
+            except EngineError as error:
+                self._sink.event("staging_failed", engine=engine.name, version=snapshot.version, cause=str(error))
+
+        async with anyio.create_task_group() as tasks:
+            for engine in engines:
+                tasks.start_soon(stage, engine)
+        return done
+
+
+class DeltaTransfer(StagedTransfer):
+    """As `StagedTransfer`, but the snapshot may hold only what changed. The trainer can always write the rest."""
+
+    def __init__(self, trainer: Trainer, sink: MetricSink) -> None:
+        super().__init__(trainer, sink)
+        self._ready: set[str] = set()  # engines that have staged the version that is being published
+        self._whole: WeightSnapshot | None = None  # the last one of which complete weights were asked for
+
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
+        self._ready.clear()
+        base = snapshot.base_version
+        ready = await self._staged([e for e in engines if base is None or e.state.version == base], snapshot)
+        left = [engine for engine in engines if engine.name not in ready]
+        if base is not None and left:
+            names = [engine.name for engine in left]
+            self._sink.event("delta_not_applied", version=snapshot.version, base=base, engines=names)
+            ready |= await self._staged(left, await self._complete(snapshot))
+        self._ready = ready
+
+    async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
+        """An engine that staged nothing, a new one say, needs complete weights where the snapshot has only changes."""
+        staged = [engine for engine in engines if engine.name in self._ready]
+        others = [engine for engine in engines if engine.name not in self._ready]
+        self._ready.clear()
+        failures = dict(await super().load(staged, snapshot))
+        if others:
+            try:
+                failures |= await super().load(others, await self._complete(snapshot))
+            except CheckpointError as error:
+                failures |= {engine.name: NotSent(engine.name, "load", str(error)) for engine in others}
+        return failures
+
+    async def _complete(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        """The same version with complete weights at its path. Raises CheckpointError if they can't be written."""
+        if snapshot.base_version is None:
+            return snapshot
+        if self._whole is None or self._whole.version != snapshot.version:
+            written = await self._trainer.export_published(snapshot.version, snapshot.path)
+            self._whole = replace(snapshot, bytes=written, base_version=None)
+        return self._whole
+
+
+def transfer_by_disk(settings: PublicationSection, trainer: Trainer, sink: MetricSink) -> Transfer:
+    """What the settings ask for."""
+    if settings.delta:
+        return DeltaTransfer(trainer, sink)
+    return StagedTransfer(trainer, sink) if settings.staged else DiskTransfer(trainer)
