@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tools.killed_runs import command, run
+from tests.tools.killed_runs import command, run, trained, wait_for_the_end_of
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,32 @@ def test_r116_a_killed_run_is_trained_on_the_same_prompts(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 of 1 runs equal" in done.stdout
+
+
+def test_c53_a_run_killed_before_its_first_checkpoint_records_each_step_once(tmp_path: Path) -> None:
+    """C53, R116: steps that were on record when the run died are made again, and stand there once, samples included."""
+    directory, log = tmp_path / "run", tmp_path / "log"
+    settings = ["rollout.num_rollout=6", "checkpoint.save_interval=100"]
+    with log.open("ab") as output:
+        killed = subprocess.Popen(
+            command("quickstart-fast", directory, settings, resume=False), stdout=output, stderr=output
+        )
+        try:
+            deadline = time.monotonic() + 240
+            while time.monotonic() < deadline and killed.poll() is None:
+                if (directory / "metrics.jsonl").is_file() and metrics(directory):
+                    break
+                time.sleep(0.02)
+        finally:
+            killed.kill()
+            killed.wait()
+    wait_for_the_end_of(directory)
+    assert 0 < len(metrics(directory)) < 6, log.read_text()
+    run(command("quickstart-fast", directory, settings, resume=True), log)
+    assert [row["step"] for row in metrics(directory)] == list(range(6))
+    found = trained(directory)
+    assert found.per_step == dict.fromkeys(range(6), 24)
+    assert sorted(found.prompts) == list(range(36))
 
 
 MADE = """
