@@ -1,4 +1,4 @@
-"""`hybridasync sim`: play seeds of the virtual world, or show that its checks find wrong code."""
+"""`hybridasync sim`: play seeds of the virtual world, search the protocol, or show that the checks find wrong code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hybridasync.errors import ConfigError
 from hybridasync_cli.show import errors_as_lines, say_error
 
 if TYPE_CHECKING:
+    from hybridasync.sim.exhaustive import Found
     from hybridasync.sim.scenario import Outcome
 
 SHOWN_VIOLATIONS = 5
@@ -33,6 +34,9 @@ def sim(
         str | None, typer.Option("--mutate", help="Play with one wrong version of the code; the checks must find it.")
     ] = None,
     list_mutations: Annotated[bool, typer.Option("--list-mutations", help="Print the names of --mutate.")] = False,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Instead of seeds: every order of events of the transaction protocol.")
+    ] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes. Default: one for each core.")] = None,
 ) -> None:
     """Play a run's faults on a virtual clock: real drivers and sidecars, simulated engines, network and trainer.
@@ -50,14 +54,18 @@ def sim(
             raise ConfigError(f"unknown: {scenario!r}; there are {', '.join(SCENARIOS)}", setting="--scenario")
         if mutate is not None and mutate not in MUTATIONS:
             raise ConfigError(f"unknown: {mutate!r}; see --list-mutations", setting="--mutate")
-        _need_trio()
+        if not exhaustive:
+            _need_trio()
+    workers = jobs or len(os.sched_getaffinity(0))
+    if exhaustive:
+        raise typer.Exit(_search_all(mutate, workers))
     played = partial(_play, scenario=scenario, mutate=mutate)
     if seeds == 1:
         outcome = played(seed)
         typer.echo("\n".join(outcome.trace))
         raise typer.Exit(_tell([outcome]))
     numbers = range(seed, seed + seeds)
-    with ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+    with ProcessPoolExecutor(workers) as pool:
         results = pool.map(played, numbers, chunksize=8)
         outcomes = list(track(results, "playing", seeds, console=Console(stderr=True)))
     raise typer.Exit(_tell(outcomes))
@@ -70,6 +78,33 @@ def _play(seed: int, *, scenario: str | None, mutate: str | None) -> Outcome:
     logging.getLogger("hybridasync.sidecar").setLevel(logging.CRITICAL)  # its errors are the point here
     with mutated(mutate):
         return play(seed, scenario)
+
+
+def _search_all(mutate: str | None, workers: int) -> int:
+    """Largest scope first, so that the workers end at about the same time; shown in the order of the table."""
+    from hybridasync.sim.exhaustive import SCOPES
+
+    names = list(SCOPES)
+    states = violations = 0
+    with ProcessPoolExecutor(workers) as pool:
+        searches = {name: pool.submit(_search, name, mutate=mutate) for name in reversed(names)}
+        for name in names:
+            found = searches[name].result()
+            states += found.states
+            typer.echo(f"{name}: {found.states} states, {found.transitions} transitions")
+            if found.violation is not None:
+                violations += 1
+                say_error("\n  ".join([f"{name}: {found.violation}", *found.trace]))
+    typer.echo(f"{states} states in all: {violations} scopes with a violation")
+    return 1 if violations else 0
+
+
+def _search(scope: str, *, mutate: str | None) -> Found:
+    from hybridasync.sim.exhaustive import SCOPES, Search
+    from hybridasync.sim.mutations import mutated
+
+    with mutated(mutate):
+        return Search(SCOPES[scope]).run()
 
 
 def _tell(outcomes: list[Outcome]) -> int:

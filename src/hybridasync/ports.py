@@ -95,8 +95,8 @@ class Sidecar(Protocol):
 
     async def recover(self, timeout_s: float) -> None: ...
 
-    async def fence(self) -> None:
-        """Kill the engine and start it anew."""
+    async def fence(self, txns: Sequence[str] = ()) -> None:
+        """Kill the engine and start it anew, and refuse the pauses of `txns` should they still be under way."""
         ...
 
 

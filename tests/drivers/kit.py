@@ -88,9 +88,10 @@ class FakeSidecar:
     async def recover(self, timeout_s: float) -> None:
         return None
 
-    async def fence(self) -> None:
+    async def fence(self, txns: Sequence[str] = ()) -> None:
         def effect() -> None:
             self.fenced += 1
+            self.ended.update(txns)
             self.paused_by = None
 
         await self._world.call(f"{self.name} fence", effect)

@@ -339,7 +339,7 @@ class Publisher:
             try:
                 # A part of the budget: a sidecar that hangs must leave time for what is tried next.
                 with anyio.fail_after(self._settings.resume_budget_s / END_ATTEMPTS):
-                    await engine.sidecar.fence()
+                    await engine.sidecar.fence((saga.txn,))
                 break
             except (EngineError, TimeoutError) as error:
                 cause = str(error) or "no answer in time"

@@ -69,7 +69,7 @@ async def resume_engine(sidecar: Sidecar, orders: Orders) -> Report:
     if report.done:
         report.after = await _settled_status(sidecar, report)
     unresolved = [txn for txn in orders.owed if txn not in report.settled] if orders.scope != "nothing" else []
-    if orders.force and (report.paused or unresolved) and await _fenced(sidecar, report):
+    if orders.force and (report.paused or unresolved) and await _fenced(sidecar, orders, report):
         report.settled |= dict.fromkeys(orders.owed, "fenced")
         report.after = await _settled_status(sidecar, report)
     if not report.done:
@@ -115,9 +115,9 @@ async def _ended(sidecar: Sidecar, txn: str | None, report: Report) -> bool:
     return False
 
 
-async def _fenced(sidecar: Sidecar, report: Report) -> bool:
+async def _fenced(sidecar: Sidecar, orders: Orders, report: Report) -> bool:
     try:
-        await sidecar.fence()
+        await sidecar.fence(orders.owed)
     except EngineError as error:
         report.done.append("fence failed")
         report.detail = str(error)

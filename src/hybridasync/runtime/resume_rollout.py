@@ -206,7 +206,7 @@ class GoneEngine:
     async def recover(self, timeout_s: float) -> None:
         raise Rejected(self.name, "recover", 409, detail="its sidecar has ended")
 
-    async def fence(self) -> None:
+    async def fence(self, txns: Sequence[str] = ()) -> None:
         """It is fenced already."""
 
 
@@ -232,7 +232,7 @@ class BareEngine(GoneEngine):
     async def end(self, txn: str | None) -> None:
         await self._client.resume()
 
-    async def fence(self) -> None:
+    async def fence(self, txns: Sequence[str] = ()) -> None:
         raise Rejected(self.name, "fence", 409, detail=f"restart the engine at {self._url} by hand")
 
     async def aclose(self) -> None:

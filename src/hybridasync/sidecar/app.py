@@ -5,7 +5,8 @@
     POST /v1/renew   {txn, lease_s}            409 when txn holds no pause
     POST /v1/end     {txn}                     resume; idempotent
     POST /v1/recover {timeout_s}               returns once the engine answers; 504 when it doesn't
-    POST /v1/fence                             kill the engine and start it anew; 409 when it was launched elsewhere
+    POST /v1/fence   {txns}                    kill the engine and start it anew, as the end of txns; 409 when it was
+                                               launched elsewhere
     GET  /metrics                              Prometheus text
 
 400 a malformed request, 401 no token, 424 there is no engine and nothing was done, 429 too many sessions or
@@ -80,7 +81,7 @@ class RecoverBody(_Body):
 
 
 class FenceBody(_Body):
-    """Nothing to say."""
+    txns: list[str] = []
 
 
 class SidecarApi:
@@ -139,10 +140,10 @@ class SidecarApi:
         return await self._attended(request, work)
 
     async def fence(self, request: Request) -> Response:
-        await _parsed(request, FenceBody)
+        body = await _parsed(request, FenceBody)
 
         async def work() -> dict[str, Any]:
-            await self._control.fence()
+            await self._control.fence(body.txns)
             return {"fenced": True}
 
         return await self._attended(request, work)

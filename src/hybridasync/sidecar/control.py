@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -23,6 +24,7 @@ from hybridasync.protocol.transactions import (
     ENDED,
     Action,
     Answer,
+    CapacityReachedError,
     Expired,
     RecoveryRequiredError,
     TransactionMachine,
@@ -121,10 +123,21 @@ class Control:
         """Raises EngineError, TimeoutError."""
         await self._host.recover(timeout_s)
 
-    async def fence(self) -> None:
-        """Raises NotSupportedError."""
+    async def fence(self, txns: Sequence[str] = ()) -> None:
+        """Kill the engine, as the end of `txns`: a pause of theirs that is still under way won't hold the next one.
+
+        Raises MalformedTransactionError, NotSupportedError.
+        """
         self.counts["fences"] += 1
-        await self._host.fence()
+        ending = [txn for txn in txns if self._condemn(txn)]
+        try:
+            await self._host.fence()
+        except BaseException:
+            for txn in ending:
+                self._report(partial(self._machine.resume_failed, txn, anyio.current_time()))
+            raise
+        for txn in ending:
+            self._report(partial(self._machine.ended, txn))
 
     async def status(self) -> SidecarStatus:
         probe = await self._probe()
@@ -189,6 +202,13 @@ class Control:
                 await client.resume()
 
     # Steps
+
+    def _condemn(self, txn: str) -> bool:
+        """Whether `txn` holds the engine, so that the fence is its resume."""
+        try:
+            return self._report(partial(self._machine.request_end, txn, anyio.current_time())) is Action.SEND_RESUME
+        except CapacityReachedError:  # as many sessions as can be: still no reason to spare the engine
+            return False
 
     async def _turn(self, txn: str | None) -> Action | Answer:
         """Wait until no other transaction is active. Only CHECK and answers come out."""

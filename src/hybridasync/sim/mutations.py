@@ -9,13 +9,15 @@ from typing import Any
 
 import anyio
 
-from hybridasync.drivers.fleet import Engine
+from hybridasync.drivers.fleet import Engine, Fleet
 from hybridasync.drivers.publish import Publisher
 from hybridasync.errors import EngineError
 from hybridasync.protocol.debts import Debts
+from hybridasync.protocol.decisions import Decisions
 from hybridasync.protocol.routing import EngineState, Remedy
 from hybridasync.protocol.transaction_id import TransactionId
-from hybridasync.protocol.transactions import TransactionMachine
+from hybridasync.protocol.transactions import Action, Expired, TransactionMachine
+from hybridasync.sidecar.control import Control
 
 Replacement = tuple[type, str, Callable[..., Any]]
 
@@ -31,7 +33,7 @@ async def _pause_abandoned(self: Any, engine: Engine, saga: Any, leases: Any) ->
         saga.failures[engine.name] = str(error)
 
 
-async def _pause_before_try(self: Any, saga: Any, snapshot: Any) -> None:
+async def _pause_before_try(self: Any, saga: Any, snapshot: Any) -> Any:
     """The resume guards the swap only, not the pause."""
     self._incur(saga.engines, saga.txn)
     async with anyio.create_task_group() as leases:
@@ -43,9 +45,10 @@ async def _pause_before_try(self: Any, saga: Any, snapshot: Any) -> None:
         await self._load_and_verify(saga, snapshot)
     finally:
         await self._end_all(saga)
+    return snapshot
 
 
-async def _end_unshielded(self: Any, saga: Any, snapshot: Any) -> None:
+async def _end_unshielded(self: Any, saga: Any, snapshot: Any) -> Any:
     """A cancellation reaches the compensation."""
     self._incur(saga.engines, saga.txn)
     try:
@@ -58,6 +61,7 @@ async def _end_unshielded(self: Any, saga: Any, snapshot: Any) -> None:
     finally:
         self._quarantine_doubtful(saga)
         await self._end_all(saga)
+    return snapshot
 
 
 def _entomb_nothing(self: Any, key: TransactionId | None, now: float) -> None:
@@ -87,6 +91,98 @@ async def _settle_first(self: Any, engine: Engine, txn: str) -> None:
         await engine.sidecar.end(txn)
     except EngineError:
         return
+
+
+async def _journal_after_send(self: Any, saga: Any, snapshot: Any) -> Any:
+    """Debts are written down once the pauses have been answered."""
+    try:
+        async with anyio.create_task_group() as leases:
+            async with anyio.create_task_group() as tasks:
+                for engine in saga.engines:
+                    tasks.start_soon(self._pause, engine, saga, leases)
+            self._incur(saga.engines, saga.txn)
+            await self._load_and_verify(saga, snapshot)
+            leases.cancel_scope.cancel()
+    finally:
+        self._quarantine_doubtful(saga)
+        with anyio.CancelScope(shield=True):
+            await self._end_all(saga)
+    return snapshot
+
+
+async def _end_once(self: Any, engine: Engine, txn: str) -> None:
+    """The first resume that fails ends the fan-out, and with it the resumes of all others."""
+    await engine.sidecar.end(txn)
+    self._settle(engine.name, txn, "ended")
+
+
+async def _pause_or_raise(self: Any, engine: Engine, saga: Any, leases: Any) -> None:
+    """The first pause that fails ends the publication, and the run."""
+    if await engine.sidecar.pause(saga.txn, saga.mode, self._settings.lease_s):
+        saga.paused.append(engine)
+        leases.start_soon(self._keep_lease, engine, saga)
+
+
+async def _verify_without_lease(self: Any, engine: Engine, saga: Any, snapshot: Any) -> None:
+    """Weights are read back, and nobody asks whether the pause held while they were loaded."""
+    if await engine.server.weight_version() == str(snapshot.version):
+        saga.verified.append(engine)
+
+
+def _state_only(self: Any, engine: Engine, reason: str, remedy: Remedy | None = None) -> None:
+    """A quarantined engine goes on with the prompts that it has, and its answers count."""
+    engine.state.quarantine(reason, remedy)
+    self.changed.notify()
+
+
+async def _no_roll_back(self: Any, txn: str | None) -> bool:
+    """A pause that isn't wanted any more is struck off, and not undone."""
+    self._report(lambda: self._machine.rolled_back(txn))
+    return True
+
+
+async def _resume_whoever_asks(self: Any) -> None:
+    """An end resumes the engine, whoever holds it."""
+    client = self._host.client
+    if client is not None:
+        await client.resume()
+
+
+def _spare(self: Any, txn: str) -> bool:
+    """A fence forgets whose pause it ends."""
+    return False
+
+
+def _no_lease(self: Any, now: float) -> Expired | None:
+    """Only its client ends a pause; what failed is tried again."""
+    record = self._active
+    if record is None or record.phase != "recovery_required":
+        return None
+    record.move("ending")
+    return Expired(None if record.key is None else str(record.key), False)
+
+
+def _end_is_not_noted(self: Any, txn: str | None, now: float, *, again: bool = False) -> Any:
+    """An end that comes while its pause is on its way is answered at once."""
+    record = self._find(None if txn is None else TransactionId.parse(txn))
+    if record is not None and record.phase in ("checking", "pausing"):
+        return Action.DONE
+    return _request_end(self, txn, now, again=again)
+
+
+_request_end = TransactionMachine.request_end
+
+
+def _resume_believed(self: Any, txn: str | None, now: float) -> None:
+    """A resume that failed counts as done."""
+    record = self._owned(txn, "rolling_back", "ending")
+    self._complete(record)
+
+
+def _any_epoch(self: Any, epoch: int, version: int, *, commit: bool) -> None:
+    """The decision that comes last counts, however old it is."""
+    if commit:
+        self.published = version
 
 
 async def _verify_nothing(self: Any, engine: Engine, saga: Any, snapshot: Any) -> None:
@@ -120,6 +216,18 @@ MUTATIONS: Mapping[str, tuple[Replacement, ...]] = MappingProxyType(
             (TransactionMachine, "_complete", _complete_forgotten),
         ),
         "journal_forgotten": ((Publisher, "_incur", _incur_nothing),),
+        "journal_after_send": ((Publisher, "_swap_under_pause", _journal_after_send),),
+        "first_failed_end_stops_the_others": ((Publisher, "_end", _end_once),),
+        "first_failed_pause_ends_the_run": ((Publisher, "_pause", _pause_or_raise),),
+        "verify_without_lease": ((Publisher, "_verify", _verify_without_lease),),
+        "answers_of_doubtful_engines": ((Fleet, "quarantine", _state_only),),
+        "rollback_skipped": ((Control, "_roll_back", _no_roll_back),),
+        "older_end_resumes_newer": ((Control, "_end_stray", _resume_whoever_asks),),
+        "fence_forgets_the_pause": ((Control, "_condemn", _spare),),
+        "lease_ignored": ((TransactionMachine, "take_expired", _no_lease),),
+        "end_under_way_not_noted": ((TransactionMachine, "request_end", _end_is_not_noted),),
+        "failed_resume_believed": ((TransactionMachine, "resume_failed", _resume_believed),),
+        "epoch_ignored": ((Decisions, "take", _any_epoch),),
         "settle_before_acknowledgement": ((Publisher, "_end", _settle_first),),
         "verify_nothing": ((Publisher, "_verify", _verify_nothing),),
         "torn_goes_on": ((Publisher, "_quarantine_doubtful", _keep_doubtful),),

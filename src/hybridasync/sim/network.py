@@ -203,8 +203,8 @@ class SimSidecar:
     async def recover(self, timeout_s: float) -> None:
         await self._call("recover", lambda: self.node.control.recover(timeout_s), timeout_s + 5.0)
 
-    async def fence(self) -> None:
-        await self._call("fence", lambda: self.node.control.fence())
+    async def fence(self, txns: Sequence[str] = ()) -> None:
+        await self._call("fence", lambda: self.node.control.fence(txns))
 
     async def _call(self, operation: str, work: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
         async def answered() -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast, get_args
 
@@ -71,9 +71,12 @@ class SidecarClient:
         body = {"timeout_s": timeout_s}
         await self._http.call("recover", "POST", "/v1/recover", json=body, timeout_s=timeout_s + RECOVER_MARGIN_S)
 
-    async def fence(self) -> None:
-        """Kill the engine and start it anew. Returns once the old one is gone; `status` tells when the new one runs."""
-        await self._http.call("fence", "POST", "/v1/fence", json={})
+    async def fence(self, txns: Sequence[str] = ()) -> None:
+        """Kill the engine and start it anew. Returns once the old one is gone; `status` tells when the new one runs.
+
+        `txns` end with it: a pause of theirs that is still under way doesn't pause the new engine.
+        """
+        await self._http.call("fence", "POST", "/v1/fence", json={"txns": list(txns)})
 
     def _parse_status(self, answer: Any) -> SidecarStatus:
         try:
