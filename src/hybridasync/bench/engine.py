@@ -72,8 +72,8 @@ class Shape:
 SHAPES = {
     "quickstart": Shape(2, 128, 32, 16, (11, 11), max_new_tokens=8, repeats=6),
     "larger": Shape(4, 256, 32, 8, (8, 48), max_new_tokens=96, repeats=1),
+    "tiny": Shape(1, 32, 2, 2, (4, 6), max_new_tokens=4, repeats=1),
 }
-QUICK = {"quick": Shape(1, 32, 2, 2, (4, 6), max_new_tokens=4, repeats=1)}
 
 Prompts = Sequence[Sequence[int]]
 
