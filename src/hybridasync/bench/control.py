@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -48,33 +48,55 @@ from hybridasync.transport.sidecar import SidecarClient
 
 Numbers = dict[str, Any]
 
+Driver = Callable[[], AbstractContextManager[tuple[subprocess.Popen[str], float]]]
+
+OURS = (sys.executable, *PROGRAM)
+STUB = (*OURS, "stub")
+
 START_LIMIT_S = 120.0
-ORPHANS_AFTER_S = 5.0
+ORPHANS_AFTER_S = 20.0
 SPARE_DESCRIPTORS = 200
 
 
 def control_plane(idle_s: float) -> Numbers:
-    """Start, idle use, calls and end of a controller with two workers and a sidecar. Raises OperatingError."""
-    with _driver() as (driver, start_s):
-        found: Numbers = {"start_s": start_s, "workers": WORKERS, "sidecars": 1}
+    """A controller with two workers and a sidecar. Raises OperatingError."""
+    return {"workers": WORKERS, "sidecars": 1} | measured(_driver, idle_s)
+
+
+def measured(driver_of: Driver, idle_s: float) -> Numbers:
+    """Start, idle use, calls, end and sudden death of a driver that speaks as control_program.py does.
+
+    Raises OperatingError for one that ends before it is ready.
+    """
+    with driver_of() as (driver, start_s):
+        found: Numbers = {"start_s": start_s}
         found |= idle_use(driver.pid, idle_s)
         found |= _calls(_ask(driver, "calls"))
         stopped = time.perf_counter()
         _ask(driver, "", answer=False)
         driver.wait(START_LIMIT_S)
         found["stop_s"] = time.perf_counter() - stopped
-    with _driver() as (driver, _):
+    with driver_of() as (driver, _):
         found |= _after_kill(driver)
     return found
 
 
 @contextmanager
 def _driver() -> Iterator[tuple[subprocess.Popen[str], float]]:
-    """A controller that has answers of its workers and its sidecar; and the seconds from its start until then."""
-    with running(("stub",)) as (_, stub), tempfile.TemporaryDirectory(prefix="hybridasync-bench-") as folder:
-        started = time.perf_counter()
-        with running(("driver", folder, stub["url"])) as (driver, _):
-            yield driver, time.perf_counter() - started
+    with (
+        running(STUB) as (_, stub),
+        tempfile.TemporaryDirectory(prefix="hybridasync-bench-") as folder,
+        started([*OURS, "driver", folder, stub["url"]]) as driver,
+    ):
+        yield driver
+
+
+@contextmanager
+def started(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], float]]:
+    """A driver that has answers of what it controls, and the seconds from its start until then."""
+    at = time.perf_counter()
+    with running(command) as (driver, _):
+        yield driver, time.perf_counter() - at
 
 
 def _after_kill(driver: subprocess.Popen[str]) -> Numbers:
@@ -89,9 +111,8 @@ def _after_kill(driver: subprocess.Popen[str]) -> Numbers:
 
 
 @contextmanager
-def running(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], Numbers]]:
-    """A process of control_program.py, and the first line that it says. Ended with the block, and all below it."""
-    command = [sys.executable, *PROGRAM, *arguments]
+def running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], Numbers]]:
+    """A process, and the first line of JSON that it says. Ended with the block, and all below it."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process, _read(process)
@@ -142,14 +163,14 @@ def idle_use(pid: int, seconds: float) -> Numbers:
     }
 
 
-def _calls(measured: Numbers) -> Numbers:
+def _calls(answer: Numbers) -> Numbers:
     return {
-        "rpc_p50_ms": 1000 * median(measured["rpc"]),
-        "rpc_p99_ms": 1000 * percentile(measured["rpc"], 99),
-        "http_p50_ms": 1000 * median(measured["http"]),
-        "http_p99_ms": 1000 * percentile(measured["http"], 99),
-        "rpc_calls_per_s": measured["calls_per_s"],
-        "bulk_there_and_back_ms": 1000 * median(measured["bulk"]),
+        "rpc_p50_ms": 1000 * median(answer["rpc"]),
+        "rpc_p99_ms": 1000 * percentile(answer["rpc"], 99),
+        "http_p50_ms": 1000 * median(answer["http"] or [0.0]),
+        "http_p99_ms": 1000 * percentile(answer["http"] or [0.0, 0.0], 99),
+        "rpc_calls_per_s": answer["calls_per_s"],
+        "bulk_there_and_back_ms": 1000 * median(answer["bulk"]),
     }
 
 
@@ -161,7 +182,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 async def fan_out(counts: Sequence[int], repeats: int) -> list[Numbers]:
     """Whole publications to so many engines: the real saga and HTTP clients, one stub process that answers for all."""
     found = []
-    with running(("stub",)) as (_, stub):
+    with running(STUB) as (_, stub):
         for count in counts:
             sidecars = [SidecarClient(f"engine-{n}", f"{stub['url']}/{n}", "token", timeout_s=60) for n in range(count)]
             fleet = Fleet([Engine(FreeServer(one.name), one) for one in sidecars])
@@ -185,7 +206,7 @@ async def open_requests(wanted: int) -> Numbers:
     """How late the loop's timers are with so many requests open on the data plane, and while they are opened."""
     count = max(1, min(wanted, raise_descriptor_limit() - SPARE_DESCRIPTORS))
     opening, held = list[float](), list[float]()
-    with running(("stub",)) as (_, stub):
+    with running(STUB) as (_, stub):
         async with (
             Endpoint("stub", stub["url"], timeout_s=600, keep_alive=True) as data,
             Endpoint("stub", stub["url"], timeout_s=60) as control,
