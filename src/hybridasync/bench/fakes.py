@@ -32,6 +32,7 @@ class FreeServer:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.base_url = "http://fake"
         self._version = "default"
 
     async def generate(self, rid: str, input_ids: Sequence[int], params: SamplingParams) -> tuple[Completion, ...]:
@@ -41,6 +42,9 @@ class FreeServer:
         return (one,) * params.n
 
     async def abort(self, rid: str) -> None: ...
+
+    async def stage(self, snapshot: WeightSnapshot) -> bool:
+        return True
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         await anyio.lowlevel.checkpoint()
@@ -123,6 +127,11 @@ class FreeTrainer:
 
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
         return WeightSnapshot(version, path, CHECKSUMS, 8, 0.0)
+
+    async def export_published(self, version: int, path: str) -> int:
+        return 8
+
+    async def clear_cache(self) -> None: ...
 
     async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
         await anyio.lowlevel.checkpoint()
