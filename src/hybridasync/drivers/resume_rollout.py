@@ -47,6 +47,7 @@ class Report:
     """One engine, as it was found (`before`) and as it was left (`after`); None: it didn't answer, see `detail`."""
 
     engine: str
+    owed: tuple[str, ...] = ()  # transactions whose end the run owes
     before: SidecarStatus | None = None
     after: SidecarStatus | None = None
     done: list[str] = field(default_factory=list)
@@ -61,7 +62,7 @@ class Report:
 
 async def resume_engine(sidecar: Sidecar, orders: Orders) -> Report:
     """End the pauses of one engine as far as the orders go. Raises nothing that an engine or a sidecar may cause."""
-    report = Report(sidecar.name)
+    report = Report(sidecar.name, orders.owed)
     report.before = report.after = await _status(sidecar, report)
     for txn in _to_end(report.before, orders):
         if await _ended(sidecar, txn, report) and txn is not None:
