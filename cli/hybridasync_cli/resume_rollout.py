@@ -75,9 +75,12 @@ def _read(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8").strip()
+        token = path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read {path}: {error}", setting="--token-file") from error
+    if not token:
+        raise ConfigError(f"{path} is empty", setting="--token-file")
+    return token
 
 
 def _row(report: Report) -> dict[str, object]:

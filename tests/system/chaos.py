@@ -25,6 +25,8 @@ from tests.system.rollout_side import TOKEN, RolloutSide
 from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC
 
 from hybridasync.observability.process import ProcessId, descendants, wait_ended
+from hybridasync.protocol.debts import INCURRED, Debts
+from hybridasync.transport.journal import JournalFile
 
 BATCH, SAMPLES = 2, 2
 LEASE_S = 4.0
@@ -69,13 +71,19 @@ PROGRAMS = {
 """Module, and RANK in the environment."""
 
 WHO = ("launcher", "rank0", "worker", "sidecar", "engine")
+PAUSE, LOAD, CHECK, END = (
+    ("/v1/pause",),
+    ("/update_weights_from_disk", "/install_staged_weights"),
+    ("/weights_checker",),
+    ("/v1/end",),
+)
 PHASES = {
-    "before pause": Point("/v1/pause", passed_on=False),
-    "pause sent": Point("/v1/pause", passed_on=True),
-    "paused": Point("/update_weights_from_disk", passed_on=False),
-    "mid-transfer": Point("/update_weights_from_disk", passed_on=True),
-    "flipped": Point("/weights_checker", passed_on=False),
-    "end sent": Point("/v1/end", passed_on=True),
+    "before pause": Point(PAUSE, passed_on=False),
+    "pause sent": Point(PAUSE, passed_on=True),
+    "paused": Point(LOAD, passed_on=False),
+    "mid-transfer": Point(LOAD, passed_on=True),
+    "flipped": Point(CHECK, passed_on=False),
+    "end sent": Point(END, passed_on=True),
 }
 """Where each phase begins, as the relay sees it. `before pause` begins with the export already, see `reach`."""
 
@@ -319,6 +327,14 @@ class World:
         if wrong or missing:
             raise CellError(f"prompts with other than {SAMPLES} samples: {wrong}, missing: {missing}, {whole} steps")
 
+    def check_settled(self) -> None:
+        """No resume is owed but in a publication that is just under way."""
+        records = JournalFile(self.run_dir / "journal.jsonl").replay()
+        newest = next(row["txn"] for row in reversed(records) if row["event"] == INCURRED)
+        left = [debt for debt in Debts.replay(records).open if debt.txn != newest]
+        if left:
+            raise CellError(f"still owed: {left}, beside {newest}")
+
 
 def strike(world: World, cell: Cell) -> Verdict:
     """Carry out one cell. `problem` is empty when all is as it must be."""
@@ -359,6 +375,7 @@ def _strike(world: World, cell: Cell, verdict: Verdict) -> None:
         verdict.mute_s = max(entry.mute for entry in world.side.standstill)
     verdict.fenced = sum(before != after for before, after in zip(engines, world.side.engines, strict=True))
     world.check_exact()
+    world.check_settled()
     for node in world.side.nodes:
         status = node.wait_ready()
         if status["torn"]:

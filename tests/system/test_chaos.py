@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.system.chaos import LEASE_S, PHASES, SIGNALS, WHO, Cell, World, strike
+from tests.system.chaos import END, LEASE_S, LOAD, PAUSE, PHASES, SIGNALS, WHO, Cell, World, strike
 from tests.system.rollout_side import TOKEN
 from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC
 
@@ -46,9 +47,24 @@ def some_cells() -> list[Cell]:
     return [Cell(who, phase, name) for who, phase, name in zip(WHO, phases, signals, strict=True)]
 
 
+def test_c06_no_request_reaches_an_engine_between_its_pause_and_its_end(world: World) -> None:
+    """Over all publications of a run that goes well: pause, load, end, never twice, never without the others."""
+    world.trains(15)
+    letters = dict.fromkeys(PAUSE, "P") | dict.fromkeys(LOAD, "U") | dict.fromkeys(END, "E") | {"/generate": "g"}
+    for engine in range(len(world.side.nodes)):
+        # A pause holds from its answer on, and until its end is sent.
+        history = "".join(
+            letters.get(passed.path, "")
+            for passed in tuple(world.gate.log)
+            if passed.engine == engine and passed.answer == (passed.path in PAUSE)
+        )
+        assert re.fullmatch("(g*PUE)+g*(P|PU)?", history), history
+        assert history.count("PUE") > 10 and history.count("g") > 10
+
+
 @pytest.mark.parametrize("cell", some_cells(), ids=str)
 def test_c33_engines_serve_again_and_the_run_goes_on_exactly(world: World, cell: Cell) -> None:
-    """No engine stays paused, nothing is left behind, and the run, resumed or not, trains on each prompt once."""
+    """No engine stays paused (R65, R110), nothing is left, and the run, resumed or not, trains on each prompt once."""
     verdict = strike(world, cell)
     print(f"CHAOS_SEED={SEED}\n{verdict}")
     assert not verdict.problem

@@ -11,7 +11,7 @@ from typing import Literal
 
 import anyio
 
-from hybridasync.errors import EngineError
+from hybridasync.errors import EngineError, Rejected
 from hybridasync.ports import Sidecar
 from hybridasync.types import SidecarStatus
 
@@ -24,6 +24,8 @@ SETTLING_S = 2.0
 """A sidecar that is just resuming its engine by itself is given so long before its state counts."""
 
 PAUSED_STATES = frozenset({"pausing", "paused", "ending", "recovery_required"})
+
+UNAUTHORIZED = 401
 
 Scope = Literal["nothing", "owed", "all"]
 
@@ -141,6 +143,8 @@ async def _status(sidecar: Sidecar, report: Report) -> SidecarStatus | None:
         status = await sidecar.status()
     except EngineError as error:
         report.detail = str(error)
+        if isinstance(error, Rejected) and error.status == UNAUTHORIZED:
+            report.detail += " (it has another token: see --token-file)"
         return None
     report.detail = status.detail or report.detail
     return status

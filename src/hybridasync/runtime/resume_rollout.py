@@ -53,7 +53,7 @@ class Request:
 async def resume_run(run_dir: Path, request: Request) -> list[Report]:
     """The engines of a run directory. Only looks while the run lives, unless forced.
 
-    Raises ConfigError when the directory holds no run, OSError when its journal can't be read.
+    Raises ConfigError when the directory holds no run, or a journal that can't be read.
     """
     config = _config_of(run_dir)
     async with AsyncExitStack() as stack:
@@ -85,13 +85,14 @@ async def resume_sidecars(urls: Sequence[str], request: Request) -> list[Report]
 async def settle_debts(config: Config, run_dir: Path) -> list[Report]:
     """At the start of a run: end what an earlier one left open in this directory, before anything else.
 
-    Raises CompensationFailed naming the engines that may still be paused on behalf of that run.
+    Raises CompensationFailed naming the engines that may still be paused on behalf of that run, ConfigError when the
+    journal can't be read.
     """
     journal = JournalFile(run_dir / JOURNAL_FILE)
-    if not Debts.replay(journal.replay()).open:
+    if not _replayed(journal, run_dir).open:
         return []
     reports = await _settle(config, run_dir, Request())
-    left = sorted(Debts.replay(journal.replay()).owed())
+    left = sorted(_replayed(journal, run_dir).owed())
     if left:
         raise CompensationFailed(left)
     return [report for report in reports if report.settled]
@@ -99,7 +100,7 @@ async def settle_debts(config: Config, run_dir: Path) -> list[Report]:
 
 async def _settle(config: Config, run_dir: Path, request: Request, *, reserve: str = "") -> list[Report]:
     journal = JournalFile(run_dir / JOURNAL_FILE)
-    debts = Debts.replay(journal.replay())
+    debts = _replayed(journal, run_dir)
     token = request.token or os.environ.get(TOKEN_VARIABLE) or read_token(run_dir)
     work: list[tuple[Sidecar, Orders]] = []
     with contextlib.closing(journal):
@@ -118,6 +119,17 @@ async def _settle(config: Config, run_dir: Path, request: Request, *, reserve: s
                 if how is not None:
                     journal.append(debts.settle(report.engine, txn, how))
     return reports
+
+
+def _replayed(journal: JournalFile, run_dir: Path) -> Debts:
+    try:
+        return Debts.replay(journal.replay())
+    except OSError as error:
+        raise ConfigError(
+            f"can't read {run_dir / JOURNAL_FILE}, which says what is owed: {error.strerror}; resume its engines by "
+            "name with hybridasync resume-rollout --sidecar URL",
+            setting="--run-dir",
+        ) from error
 
 
 def _orders(owed: tuple[str, ...], request: Request, *, reserve: str) -> Orders:
