@@ -39,12 +39,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield found
 
 
-def some_cells() -> list[Cell]:
-    """One for each process, and all phases and both signals among them."""
+def some_cell(who: str) -> Cell:
+    """All phases but one and both signals are among those of one seed."""
     rng = random.Random(SEED)
     phases, signals = rng.sample(list(PHASES), len(WHO)), [*SIGNALS, *SIGNALS, rng.choice(list(SIGNALS))]
     rng.shuffle(signals)
-    return [Cell(who, phase, name) for who, phase, name in zip(WHO, phases, signals, strict=True)]
+    index = WHO.index(who)
+    return Cell(who, phases[index], signals[index])
 
 
 def test_c06_no_request_reaches_an_engine_between_its_pause_and_its_end(world: World) -> None:
@@ -62,10 +63,10 @@ def test_c06_no_request_reaches_an_engine_between_its_pause_and_its_end(world: W
         assert history.count("PUE") > 10 and history.count("g") > 10
 
 
-@pytest.mark.parametrize("cell", some_cells(), ids=str)
-def test_c33_engines_serve_again_and_the_run_goes_on_exactly(world: World, cell: Cell) -> None:
+@pytest.mark.parametrize("who", WHO)
+def test_c33_engines_serve_again_and_the_run_goes_on_exactly(world: World, who: str) -> None:
     """No engine stays paused (R65, R110), nothing is left, and the run, resumed or not, trains on each prompt once."""
-    verdict = strike(world, cell)
+    verdict = strike(world, some_cell(who))
     print(f"CHAOS_SEED={SEED}\n{verdict}")
     assert not verdict.problem
 
