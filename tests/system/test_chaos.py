@@ -110,7 +110,10 @@ def kill_the_controller_while_all_are_paused(world: World) -> None:
 
 
 def test_c33_engines_of_a_killed_controller_serve_again_by_their_lease_alone(world: World) -> None:
-    """SIGKILL of rank 0 with both engines paused: their sidecars end the pause within lease_s + 1 s, by themselves."""
+    """SIGKILL of rank 0 with both engines paused: their sidecars end the pause within lease_s + 1 s, by themselves.
+
+    What is owed all the same is settled at the start of the next run, before anything else (R104).
+    """
     world.trains(1)
     kill_the_controller_while_all_are_paused(world)
     took = until(lambda: not any(paused(world)), 60)
@@ -118,6 +121,11 @@ def test_c33_engines_of_a_killed_controller_serve_again_by_their_lease_alone(wor
     assert took <= LEASE_S + 1.0
     assert world.ended() == 1 and world.left_behind() == set()
     assert [node.status()["torn"] for node in world.side.nodes] == [True, True]
+    world.trains()
+    settled = [row["engine"] for row in world.rows("events") if row["event"] == "debts_settled"]
+    assert sorted(settled)[-2:] == ["engine-0", "engine-1"]
+    world.check_exact()
+    world.check_settled()
 
 
 def test_r104_with_a_lease_of_an_hour_resume_rollout_ends_it_at_once(tmp_path: Path) -> None:
@@ -152,4 +160,25 @@ def test_u01_a_sidecar_that_is_dead_or_hangs_when_its_end_is_due_is_replaced(tmp
         events = [row["event"] for row in world.rows("events")]
         assert "fence_failed" in events and "engine_recovered" in events
         assert world.pid("engine") != before["engine"].pid
+        world.check_exact()
+
+
+def test_c01_c_an_end_that_nobody_acknowledges_stops_the_run_with_code_3(tmp_path: Path) -> None:
+    """R65, R99: a sidecar elsewhere hangs with its engine paused, and can't be fenced. The last line is the way out."""
+    with World(tmp_path, engines=1) as world:
+        world.start(publication={"resume_budget_s": 3.0, "rollout_http_timeout": 2.0})
+        world.trains(1)
+        hold, sidecar = world.reach("paused"), world.pid("sidecar")
+        os.kill(sidecar, signal.SIGSTOP)
+        world.gate.release(hold)
+        assert (world.ended(), world.left_behind()) == (3, set())
+        *_, what, way_out = world.output.read_text().strip().splitlines()
+        assert what == "error: Failed to resume rollout on: engine-0"
+        assert way_out.endswith(f"hybridasync resume-rollout --run-dir {world.run_dir}")
+        assert resume_rollout(world)[0] == 3
+        assert paused(world) == [True]
+        os.kill(sidecar, signal.SIGCONT)
+        assert resume_rollout(world)[0] == 0
+        assert paused(world) == [False]
+        world.trains()
         world.check_exact()
