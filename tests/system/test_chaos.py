@@ -106,7 +106,7 @@ def kill_the_controller_while_all_are_paused(world: World) -> None:
     hold = world.reach("paused")
     until(lambda: all(paused(world)), 10)
     os.kill(world.pid("rank0"), signal.SIGKILL)
-    world.gate.release(hold)
+    world.let_go_on(hold)
 
 
 def test_c33_engines_of_a_killed_controller_serve_again_by_their_lease_alone(world: World) -> None:
@@ -138,7 +138,7 @@ def test_r104_with_a_lease_of_an_hour_resume_rollout_ends_it_at_once(tmp_path: P
         assert (code, row["done"]) == (3, [f"left: the run is alive (process {world.pid('rank0')})"])
         assert paused(world) == [True]
         os.kill(world.pid("rank0"), signal.SIGKILL)
-        world.gate.release(hold)
+        world.let_go_on(hold)
         assert world.ended() == 1 and world.left_behind() == set()
         assert paused(world) == [True]
         code, (row,) = resume_rollout(world)
@@ -170,7 +170,7 @@ def test_c01_c_an_end_that_nobody_acknowledges_stops_the_run_with_code_3(tmp_pat
         world.trains(1)
         hold, sidecar = world.reach("paused"), world.pid("sidecar")
         os.kill(sidecar, signal.SIGSTOP)
-        world.gate.release(hold)
+        world.let_go_on(hold)
         assert (world.ended(), world.left_behind()) == (3, set())
         *_, what, way_out = world.output.read_text().strip().splitlines()
         assert what == "error: Failed to resume rollout on: engine-0"

@@ -38,6 +38,9 @@ from hybridasync.types import PauseMode, SidecarState, SidecarStatus
 CALL_TIMEOUT_S = 6.0
 """For one call: three attempts and the pauses between them stay within `resume_budget_s` (20 s)."""
 
+STATUS_TIMEOUT_S = 12.0
+"""A sidecar asks its engine two things, 5 s each, before it answers."""
+
 JOURNAL_FILE = "journal.jsonl"
 
 
@@ -76,9 +79,7 @@ async def resume_sidecars(urls: Sequence[str], request: Request) -> list[Report]
         scope="nothing" if request.dry_run else "all", force=request.force and not request.dry_run, reserve="would end"
     )
     async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(SidecarClient(url, url, token, timeout_s=CALL_TIMEOUT_S)) for url in urls
-        ]
+        clients = [await stack.enter_async_context(_client(url, url, token)) for url in urls]
         return await resume_engines([(client, orders) for client in clients])
 
 
@@ -121,6 +122,10 @@ async def _settle(config: Config, run_dir: Path, request: Request, *, reserve: s
     return reports
 
 
+def _client(name: str, url: str, token: str) -> SidecarClient:
+    return SidecarClient(name, url, token, timeout_s=CALL_TIMEOUT_S, status_timeout_s=STATUS_TIMEOUT_S)
+
+
 def _replayed(journal: JournalFile, run_dir: Path) -> Debts:
     try:
         return Debts.replay(journal.replay())
@@ -160,7 +165,7 @@ async def _control(config: Config, run_dir: Path, index: int, *, token: str) -> 
     elsewhere = bool(config.engine.sidecar_url)
     url = config.engine.sidecar_url[index] if elsewhere else _announced(run_dir, index)
     if url is not None:
-        async with SidecarClient(name, url, token, timeout_s=CALL_TIMEOUT_S) as client:
+        async with _client(name, url, token) as client:
             if elsewhere or await _is_there(client):
                 yield client
                 return
