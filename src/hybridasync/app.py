@@ -31,7 +31,6 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from hybridasync.config.findings import say_changes
 from hybridasync.config.load import load
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve, schedule_of
@@ -97,8 +96,7 @@ class Run:
 
     def __init__(self, config: Config | str, *, run_dir: str | Path | None = None, resume: bool = False) -> None:
         written = load(config) if isinstance(config, str) else config
-        resolved = resolve(written)
-        self.config, self._changes = resolved.config, resolved.changes
+        self.config = resolve(written).config
         self.run_dir = Path(run_dir or self.config.run.dir or f"runs/run-{uuid4().hex[:8]}")
         self._resume = resume
         self._stack = AsyncExitStack()
@@ -172,7 +170,6 @@ class Run:
     async def _running(self) -> AsyncIterator[_Assembly]:
         with lock.hold(self.run_dir), self._observed():
             self.progress.phase("start", waiting_for="model and data")
-            say_changes(self._changes, self.sink.event)
             for report in await settle_debts(self.config, self.run_dir):
                 self.sink.event("debts_settled", engine=report.engine, transactions=report.settled)
             inputs = await anyio.to_thread.run_sync(read_inputs, self.config, self.run_dir)
@@ -245,8 +242,7 @@ class Run:
             batches = warm_start_batches(
                 inputs.warm_start, steps=section.steps, batch_size=section.batch_size, seed=self.config.seed
             )
-            alone = self.config.run.debug_train_only
-            await warm_start(trainer, batches, section.steps, display=self.progress, sink=self.sink, rows=alone)
+            await warm_start(trainer, batches, section.steps, display=self.progress, sink=self.sink)
 
     def _build_loop(self, assembly: _Assembly, fleet: Fleet, work: TaskGroup) -> TrainingLoop:
         inputs, trainer, config = assembly.inputs, assembly.trainer, assembly.inputs.config
