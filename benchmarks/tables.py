@@ -1,8 +1,9 @@
 """Rewrite the tables of docs/performance.md from the results of the benchmarks.
 
-    python benchmarks/tables.py overlap.json engine.json
+    python benchmarks/tables.py publication/ overlap.json engine.json control.json peers.json
 
-A table stands between `<!-- overlap -->` and `<!-- /overlap -->`, or the same with `engine`; its file says which.
+A directory is one of `hybridasync bench publication`, and is verified first. A table stands between `<!-- overlap -->`
+and `<!-- /overlap -->`, or the same with another benchmark's name; its file says which.
 """
 
 from __future__ import annotations
@@ -16,9 +17,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hybridasync.bench import evidence
+from hybridasync.bench.report import (
+    MAIN,
+    compared_table,
+    headline,
+    markdown_table,
+    measures_table,
+    provenance,
+    verdict_text,
+)
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "performance.md"
 NOISY = 0.1
 """Share of the machine that others took, from which on a figure is marked."""
+
+Results = Sequence[Mapping[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,114 +42,155 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     text = options.document.read_text(encoding="utf-8")
     for path in options.results:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        name = content["benchmark"]
+        name, section = publication(path) if path.is_dir() else of_file(path)
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
             sys.stderr.write(f"{options.document} has no place for {name!r}: <!-- {name} --> … <!-- /{name} -->\n")
             return 1
-        section = TABLES[name](content["results"]) + _machine_line(content)
         text = pattern.sub(lambda match, section=section: match[1] + "\n" + section + "\n" + match[2], text)
     options.document.write_text(text, encoding="utf-8")
     return 0
 
 
-def _overlap(results: Sequence[Mapping[str, Any]]) -> str:
+def publication(path: Path) -> tuple[str, str]:
+    results = evidence.verify(path)
+    blocking = results.readings.plan.blocking
+    lines = [headline(results), "", *markdown_table(measures_table(results, MAIN))]
+    lines += ["", *markdown_table(compared_table(results))]
+    lines += ["", *(f"* {verdict_text(one)}" for one in results.verdicts)]
+    _, where = provenance(results)
+    lines += ["", "; ".join(f"{what}: {which}" for what, which in where if what in ("hybridasync", "machine")) + "."]
+    return ("publication-blocking" if blocking else "publication"), "\n".join(lines) + "\n"
+
+
+def of_file(path: Path) -> tuple[str, str]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    name = content["benchmark"]
+    return name, TABLES[name](content["results"]) + machine_line(content)
+
+
+def overlap(results: Results) -> str:
     rows = []
     for result in results:
         rounds = result["rounds"]
-        longer = [max(entry["generation_s"], entry["training_s"]) for entry in rounds]
-        smaller = [min(entry["generation_s"], entry["training_s"]) for entry in rounds]
-        shares = zip(smaller, longer, strict=True)
-        pauses = [entry["pause_s"] / entry["hybrid_s"] for entry in rounds]
-        cpu = [sum(entry["cpu_s"]["hybrid"].values()) / _separate_cpu(entry) for entry in rounds]
+        causes = ("publication_s", "waiting_s", "slower_half_s", "controller_s")
+        lost = [median(entry["loss"][cause] / entry["step_s"] for entry in rounds) for cause in causes]
+        cpu = [sum(entry["cpu_s"]["both"].values()) / separate_cpu(entry) for entry in rounds]
+        halves = [min(e["generation_s"], e["training_s"]) / max(e["generation_s"], e["training_s"]) for e in rounds]
+        pinned = ", pinned" if result["pinned"] else ""
         rows.append(
             (
-                f"{result['shape']}: {result['work']}",
-                f"**{_spread(result['ratio'])}**",
-                _spread(result["sequential"]),
-                f"{median(low / high for low, high in shares):.2f}",
-                f"{median(pauses):.0%}",
+                f"{result['recipe']}, {result['mode']}{pinned}: {result['work']}",
+                f"**{spread(result['efficiency'])}**",
+                f"{1 / median(entry['sequential'] for entry in rounds):.2f}",
+                f"{median(halves):.2f}",
+                *(f"{share:.1%}" for share in lost),
                 f"{median(cpu):.2f}",
             )
         )
     header = (
-        "shape",
-        "hybrid step / larger half",
-        "one after the other / larger half",
+        "recipe, mode",
+        "overlap efficiency",
+        "one after the other",
         "smaller half / larger half",
-        "pause of the engines, share of the step",
-        "CPU time, hybrid / both halves",
+        "lost to publication",
+        "to waiting",
+        "to a slower half",
+        "to the controller",
+        "CPU time, both / halves alone",
     )
-    return _markdown(header, rows)
+    return table(header, rows)
 
 
-def _separate_cpu(entry: Mapping[str, Any]) -> float:
+def separate_cpu(entry: Mapping[str, Any]) -> float:
     return sum(entry["cpu_s"]["generation"].values()) + sum(entry["cpu_s"]["training"].values())
 
 
-def _engine(results: Sequence[Mapping[str, Any]]) -> str:
+def engine(results: Results) -> str:
     rows = [
         (
             f"{result['shape']}: {result['work']}",
-            f"**{_spread(result['ratio']['http'])}**",
-            _spread(result["ratio"]["in_process"]),
-            _spread(result["client_cpu_share"]),
+            f"**{spread(result['ratio']['http'])}**",
+            spread(result["ratio"]["in_process"]),
+            spread(result["client_cpu_share"]),
         )
         for result in results
     ]
-    return _markdown(
+    return table(
         ("shape", "over HTTP / transformers", "in process / transformers", "client's CPU time / engine's"), rows
     )
 
 
-def _transport(results: Sequence[Mapping[str, Any]]) -> str:
+def control(results: Results) -> str:
+    [result] = results
+    plane, requests, steps = result["control_plane"], result["open_requests"], result["many_steps"]
+    processes = f"{plane['processes']} (controller, {plane['workers']} workers, {plane['sidecars']} sidecar)"
     rows = [
+        ("start to first answers of workers and sidecar", f"{plane['start_s']:.2f} s"),
+        ("idle: processes / threads", f"{processes} / {plane['threads']}"),
+        ("idle: memory, RSS / PSS", f"{plane['rss_mib']:.0f} / {plane['pss_mib']:.0f} MiB"),
+        ("idle: processor", f"{plane['idle_cpu_percent']:.1f} % of a core"),
+        ("call to both workers, p50 / p99", f"{plane['rpc_p50_ms']:.2f} / {plane['rpc_p99_ms']:.2f} ms"),
+        ("call to the sidecar (HTTP), p50 / p99", f"{plane['http_p50_ms']:.2f} / {plane['http_p99_ms']:.2f} ms"),
+        ("calls to both workers, 32 asked for at once", f"{plane['rpc_calls_per_s']:.0f} a second"),
+        ("16 MiB to both workers and back", f"{plane['bulk_there_and_back_ms']:.0f} ms"),
+        ("end", f"{plane['stop_s']:.2f} s"),
+        ("left after SIGKILL of the controller", f"{plane['orphans']} processes; all gone in {plane['gone_s']:.2f} s"),
+        *(
+            (f"publication to {row['engines']} engines", f"{row['pause_ms']:.0f} ms ({row['engine_us']:.0f} µs each)")
+            for row in result["fan_out"]
+        ),
         (
-            f"{result['shape']}: {result['work']}",
-            transport,
-            f"{result['bytes'] / 1e6:.1f} MB",
-            f"**{_spread(found['ratio'])}**",
-            _milliseconds(found["transfer_s"]),
-            _milliseconds(found["pause_s"]),
-        )
-        for result in results
-        for transport, found in result["transports"].items()
+            f"event loop with {requests['requests']} requests open, timers late by p50 / p99 / max",
+            " / ".join(f"{requests[f'held_lag_{what}_ms']:.1f}" for what in ("p50", "p99", "max")) + " ms",
+        ),
+        (
+            f"while they are opened ({requests['open_s']:.1f} s), p99 / max",
+            f"{requests['opening_lag_p99_ms']:.0f} / {requests['opening_lag_max_ms']:.0f} ms",
+        ),
+        (
+            f"memory of the controller over {steps['steps']} steps",
+            f"{steps['rss_mib'][0]:.0f} to {steps['rss_mib'][-1]:.0f} MiB, {steps['growth_mib']:+.1f} after the first "
+            f"tenth; {1000 * steps['seconds'] / steps['steps']:.1f} ms a step",
+        ),
     ]
-    header = ("shape, engine", "transport", "weights", "transfer / memory copy", "transfer, ms", "pause, ms")
-    return _markdown(header, rows)
+    return table(("what", "found"), rows)
 
 
-def _milliseconds(value: Mapping[str, float]) -> str:
-    return f"{value['median'] * 1e3:.0f} ({value['low'] * 1e3:.0f} to {value['high'] * 1e3:.0f})"
+def peers(results: Results) -> str:
+    [result] = results
+    lines = [table(result["training"]["header"], result["training"]["rows"])] if "training" in result else []
+    if "control" in result:
+        lines.append(table(result["control"]["header"], result["control"]["rows"]))
+    return "\n".join(lines)
 
 
-TABLES = {"overlap": _overlap, "engine": _engine, "transport": _transport}
+TABLES = {"overlap": overlap, "engine": engine, "control": control, "peers": peers}
 
 
-def _spread(value: Mapping[str, float]) -> str:
+def spread(value: Mapping[str, float]) -> str:
     return f"{value['median']:.2f} ({value['low']:.2f} to {value['high']:.2f})"
 
 
-def _machine_line(content: Mapping[str, Any]) -> str:
+def machine_line(content: Mapping[str, Any]) -> str:
     machine = content["machine"]
-    others = max(result["foreign_cpu_share"] for result in content["results"])
-    rounds = min(len(result["rounds"]) for result in content["results"])
+    shares = [result["foreign_cpu_share"] for result in content["results"] if "foreign_cpu_share" in result]
+    rounds = [len(result["rounds"]) for result in content["results"] if "rounds" in result]
+    many = f", {min(rounds)} rounds: median (least to largest)" if rounds else ""
     line = (
-        f"\n{machine['date']}, {machine['cpus']} CPU cores ({machine['architecture']}), torch {machine['torch']}, "
-        f"{machine['threads_per_process']} thread per process, {rounds} rounds: median (least to largest).\n"
+        f"\n{machine['date']}, {machine['cpus']} CPU cores ({machine['processor']}), torch {machine['torch']}, "
+        f"{machine['threads_per_process']} thread per process{many}.\n"
     )
-    if others > NOISY:
+    if max(shares, default=0.0) > NOISY:
         line += (
-            f"\n**Not a quiet machine**: other programs took {others:.0%} of its processor time. Only the ratios mean "
-            "something, and those roughly.\n"
+            f"\n**Not a quiet machine**: other programs took {max(shares):.0%} of its processor time. Only the ratios "
+            "mean something, and those roughly.\n"
         )
     return line
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(row)} |\n" for row in lines)
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(markdown_table((header, rows))) + "\n"
 
 
 if __name__ == "__main__":

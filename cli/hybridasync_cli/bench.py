@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridasync.errors import ConfigError
+from hybridasync_cli.bench_parts import control, engine, overlap
 from hybridasync_cli.show import errors_as_lines, say_error, say_note
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ bench = typer.Typer(
     help="Benchmarks with evidence that others can check. Start with: hybridasync bench publication --out bench-run",
     no_args_is_help=True,
 )
+
+bench.command("overlap")(overlap)
+bench.command("engine")(engine)
+bench.command("control")(control)
 
 RECIPE = "bench-publication"
 Overrides = Annotated[

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STILL_PAUSED = 3
 
-LOG_WIDTH = 160
+LOG_WIDTH = 180
 """In a pipe there is no width to fit into: a transaction id stays in one piece, so that it can be searched for."""
 
 
@@ -75,9 +75,12 @@ def _read(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8").strip()
+        token = path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read {path}: {error}", setting="--token-file") from error
+    if not token:
+        raise ConfigError(f"{path} is empty", setting="--token-file")
+    return token
 
 
 def _row(report: Report) -> dict[str, object]:
@@ -92,9 +95,20 @@ def _row(report: Report) -> dict[str, object]:
     }
 
 
+def _who(report: Report) -> str:
+    found = report.before
+    if found is None or not (found.holder or found.state == "paused"):
+        return "-"
+    if found.txn in report.owed:
+        return "this run"
+    if found.holder is None:
+        return "nobody known"
+    return "a plain client" if found.txn is None else f"controller {found.holder[:8]}"
+
+
 def _show(reports: Sequence[Report]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("engine", "found", "paused by (transaction)", "since", "lease left", "weights"):
+    for heading in ("engine", "found", "paused by", "transaction", "since", "lease left", "weights"):
         table.add_column(heading, overflow="fold")
     table.add_column("done", overflow="fold", style="cyan")
     table.add_column("left", overflow="fold")
@@ -105,7 +119,8 @@ def _show(reports: Sequence[Report]) -> None:
         table.add_row(
             report.engine,
             found.state if found else "no answer",
-            (found and (found.txn or found.holder)) or "-",
+            _who(report),
+            (found and found.txn) or "-",
             time.strftime("%H:%M:%S", time.localtime(found.since)) if found and found.since else "-",
             f"{found.lease_left_s:.0f} s" if found and found.lease_left_s is not None else "-",
             ((found and found.weight_version) or "-") + (" (torn)" if found and found.torn else ""),

@@ -73,6 +73,15 @@ def show_resolved(resolved: Resolved) -> None:
     typer.echo("\n".join(lines))
 
 
+def say_changes(resolved: Resolved) -> None:
+    """What runs otherwise than it was written, and what is probably not meant; a line each on stderr."""
+    for change in resolved.changes:
+        if not change.filled_in:
+            say_note(f"{change.setting}: {_shown(change.wrote)} → {_shown(change.runs)}: {change.why}")
+    for warning in resolved.warnings:
+        say_warning(warning)
+
+
 def show_changes(resolved: Resolved) -> None:
     """A table: you wrote → what runs → why."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -16,7 +16,7 @@ from hybridasync.config.recipes import shipped_recipes
 from hybridasync.config.resolved import FILE_NAME, check_resume, differences, read_resolved
 from hybridasync_cli.options import overrides_of, with_setting_options
 from hybridasync_cli.rundir import finished, make_run_dir, new_run_dir, run_dir_to_resume
-from hybridasync_cli.show import errors_as_lines, say_note, say_warning, show_changes, show_resolved
+from hybridasync_cli.show import errors_as_lines, say_changes, say_note, say_warning, show_changes, show_resolved
 
 LATEST = "latest"
 
@@ -94,8 +94,7 @@ def train(
             if dry_run:
                 show_resolved(resolved)
             return
-        for warning in resolved.warnings:
-            say_warning(warning)
+        say_changes(resolved)
         directory = going_on or new_run_dir(recipe or "", resolved.config, run_dir)
     raise typer.Exit(_launch(resolved, directory, going_on is not None))
 

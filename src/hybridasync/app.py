@@ -31,6 +31,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from hybridasync.config.findings import say_changes
 from hybridasync.config.load import load
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve, schedule_of
@@ -96,7 +97,8 @@ class Run:
 
     def __init__(self, config: Config | str, *, run_dir: str | Path | None = None, resume: bool = False) -> None:
         written = load(config) if isinstance(config, str) else config
-        self.config = resolve(written).config
+        resolved = resolve(written)
+        self.config, self._changes = resolved.config, resolved.changes
         self.run_dir = Path(run_dir or self.config.run.dir or f"runs/run-{uuid4().hex[:8]}")
         self._resume = resume
         self._stack = AsyncExitStack()
@@ -170,6 +172,7 @@ class Run:
     async def _running(self) -> AsyncIterator[_Assembly]:
         with lock.hold(self.run_dir), self._observed():
             self.progress.phase("start", waiting_for="model and data")
+            say_changes(self._changes, self.sink.event)
             for report in await settle_debts(self.config, self.run_dir):
                 self.sink.event("debts_settled", engine=report.engine, transactions=report.settled)
             inputs = await anyio.to_thread.run_sync(read_inputs, self.config, self.run_dir)
@@ -242,7 +245,8 @@ class Run:
             batches = warm_start_batches(
                 inputs.warm_start, steps=section.steps, batch_size=section.batch_size, seed=self.config.seed
             )
-            await warm_start(trainer, batches, section.steps, display=self.progress, sink=self.sink)
+            alone = self.config.run.debug_train_only
+            await warm_start(trainer, batches, section.steps, display=self.progress, sink=self.sink, rows=alone)
 
     def _build_loop(self, assembly: _Assembly, fleet: Fleet, work: TaskGroup) -> TrainingLoop:
         inputs, trainer, config = assembly.inputs, assembly.trainer, assembly.inputs.config

@@ -7,7 +7,9 @@ client has no cap on connections, so that a thousand long generations never make
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
+from functools import cache
 from itertools import cycle
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -34,11 +36,17 @@ DETAIL_CHARACTERS = 400
 ServerErrors = Literal["unknown", "rejected"]
 
 
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """One for all clients, which don't change it: reading the certificates takes 20 ms, more than many requests."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
 class _Pools(httpx.AsyncBaseTransport):
     """Connections spread over several pools, in turn."""
 
     def __init__(self, count: int, limits: httpx.Limits) -> None:
-        context = httpx.create_ssl_context(trust_env=False)  # once: it costs more than a request
+        context = _ssl_context()
         self._pools = [httpx.AsyncHTTPTransport(verify=context, limits=limits, trust_env=False) for _ in range(count)]
         self._turn = cycle(self._pools)
 

@@ -10,6 +10,7 @@ import pytest
 from kit import RecordingSink, World, completion, make_fleet
 
 from hybridasync.config.models import AlgorithmSection, Config, ModelSection, RolloutSection
+from hybridasync.drivers import rollout
 from hybridasync.drivers.generation import Limits
 from hybridasync.drivers.rollout import Rollout, RolloutParts
 from hybridasync.errors import DataError, EngineError, RewardError, leading_cause
@@ -212,3 +213,40 @@ async def test_an_empty_completion_is_an_answer_too() -> None:
     bench.server.reply = reply
     (batch,) = await bench.take()
     assert [s.text for s in batch[0].samples] == ["", ""]
+
+
+async def test_r113_a_batch_that_is_long_in_coming_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R113: training waits past the limit (60 s): one warning with what is in flight, then the batch."""
+    assert rollout.BATCH_STALL_S == 60
+    monkeypatch.setattr(rollout, "BATCH_STALL_S", 0.02)
+
+    async def slow(_prompt: Prompt, texts: Sequence[str], _completions: Sequence[Completion]) -> list[float]:
+        await anyio.sleep(0.2)
+        return [float(index) for index, _ in enumerate(texts)]
+
+    bench = Bench(slow, steps=1)
+    await bench.take(1)
+    (fields,) = [fields for name, fields in bench.sink.events if name == "batch_stalled"]
+    assert fields["step"] == 0 and fields["cause"] == "4 groups in flight, 0 complete, 4 places"
+
+
+async def test_r113_engines_that_wait_long_for_a_place_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R113: the gate stays shut past the limit (600 s, then each 60, past 1200 each 30): warned of while it lasts."""
+    waits = [0.0]
+    while waits[-1] < 1320:
+        waits.append(rollout.next_place_warning_s(waits[-1]))
+    assert waits[1:] == [600, 660, 720, 780, 840, 900, 960, 1020, 1080, 1140, 1200, 1230, 1260, 1290, 1320]
+
+    monkeypatch.setattr(rollout, "next_place_warning_s", lambda waited: waited + 0.02)
+    bench = Bench(rewards(1.0, 0.0), steps=2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(bench.rollout.run)
+        await bench.rollout.take(0)
+        await anyio.sleep(0.1)  # step 0 trains; its places aren't free
+        assert "places_stalled" in bench.sink.names()
+        bench.rollout.finish(0)
+        await bench.rollout.take(1)
+        before = len(bench.sink.events)
+        await anyio.sleep(0.1)  # the last step trains, and there is nothing more to admit: always allowed, never said
+        assert len(bench.sink.events) == before
+        tasks.cancel_scope.cancel()

@@ -21,10 +21,13 @@ from typing import Any
 
 import psutil
 from tests.system.gate import Gate, Hold, Point
+from tests.system.own_phases import OwnPhases
 from tests.system.rollout_side import TOKEN, RolloutSide
 from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC
 
 from hybridasync.observability.process import ProcessId, descendants, wait_ended
+from hybridasync.protocol.debts import INCURRED, Debts
+from hybridasync.transport.journal import JournalFile
 
 BATCH, SAMPLES = 2, 2
 LEASE_S = 4.0
@@ -69,13 +72,19 @@ PROGRAMS = {
 """Module, and RANK in the environment."""
 
 WHO = ("launcher", "rank0", "worker", "sidecar", "engine")
+PAUSE, LOAD, CHECK, END = (
+    ("/v1/pause",),
+    ("/update_weights_from_disk", "/install_staged_weights"),
+    ("/weights_checker",),
+    ("/v1/end",),
+)
 PHASES = {
-    "before pause": Point("/v1/pause", passed_on=False),
-    "pause sent": Point("/v1/pause", passed_on=True),
-    "paused": Point("/update_weights_from_disk", passed_on=False),
-    "mid-transfer": Point("/update_weights_from_disk", passed_on=True),
-    "flipped": Point("/weights_checker", passed_on=False),
-    "end sent": Point("/v1/end", passed_on=True),
+    "before pause": Point(PAUSE, passed_on=False),
+    "pause sent": Point(PAUSE, passed_on=True),
+    "paused": Point(LOAD, passed_on=False),
+    "mid-transfer": Point(LOAD, passed_on=True),
+    "flipped": Point(CHECK, passed_on=False),
+    "end sent": Point(END, passed_on=True),
 }
 """Where each phase begins, as the relay sees it. `before pause` begins with the export already, see `reach`."""
 
@@ -288,8 +297,11 @@ class World:
 
     # Phases
 
-    def reach(self, phase: str) -> Hold:
-        """Wait until the next publication is there. The caller releases what is held."""
+    def reach(self, phase: str) -> Hold | None:
+        """Wait until the next publication is there. The caller lets it go on."""
+        if not self.gate.relays:
+            self._reach_own(phase)
+            return None
         folder, before = self.run_dir / "weights", self._exports()
         hold = self.gate.arm(PHASES[phase])
         deadline = time.monotonic() + REACH_S
@@ -297,9 +309,23 @@ class World:
             if phase == "before pause" and folder.is_dir() and self._exports() > before:
                 return hold  # the export is under way; the pause won't be passed on before the signal
             if not self.alive or time.monotonic() > deadline:
-                self.gate.release(hold)
+                self.let_go_on(hold)
                 raise CellError(f"{phase} never came\n{self.tail()}")
         return hold
+
+    def let_go_on(self, hold: Hold | None) -> None:
+        if hold is not None:
+            self.gate.release(hold)
+
+    def _reach_own(self, phase: str) -> None:
+        phases, deadline = OwnPhases(self.run_dir, phase, TOKEN), time.monotonic() + REACH_S
+        try:
+            while not phases.reached():
+                if not self.alive or time.monotonic() > deadline:
+                    raise CellError(f"{phase} never came\n{self.tail()}")
+                time.sleep(0.001)
+        finally:
+            phases.close()
 
     def _exports(self) -> str:
         return max((path.name for path in (self.run_dir / "weights").glob("version-*")), default="")
@@ -319,6 +345,14 @@ class World:
         if wrong or missing:
             raise CellError(f"prompts with other than {SAMPLES} samples: {wrong}, missing: {missing}, {whole} steps")
 
+    def check_settled(self) -> None:
+        """No resume is owed but in a publication that is just under way."""
+        records = JournalFile(self.run_dir / "journal.jsonl").replay()
+        newest = next(row["txn"] for row in reversed(records) if row["event"] == INCURRED)
+        left = [debt for debt in Debts.replay(records).open if debt.txn != newest]
+        if left:
+            raise CellError(f"still owed: {left}, beside {newest}")
+
 
 def strike(world: World, cell: Cell) -> Verdict:
     """Carry out one cell. `problem` is empty when all is as it must be."""
@@ -336,16 +370,16 @@ def _strike(world: World, cell: Cell, verdict: Verdict) -> None:
         world.trains()
     world.side.reset()
     engines = list(world.side.engines)
+    target = ProcessId.of(world.pid(cell.who))
     hold = world.reach(cell.phase)
     assert world.process is not None
     world._members |= descendants(world.process.pid)
-    target = ProcessId.of(world.pid(cell.who))
     try:
         os.kill(target.pid, SIGNALS[cell.signal])
-        if cell.who == "sidecar" and cell.signal == "KILL":
+        if cell.who == "sidecar" and cell.signal == "KILL" and world.side.nodes:
             world.gate.refuse(0)
     finally:
-        world.gate.release(hold)
+        world.let_go_on(hold)
     waker = threading.Thread(target=_wake, args=(target, STOPPED_S[cell.who]))
     waker.start()
     try:
@@ -355,10 +389,11 @@ def _strike(world: World, cell: Cell, verdict: Verdict) -> None:
         verdict.went_on = "went on" if verdict.code is None else "resumed"
     finally:
         waker.join()
-        verdict.paused_s = max(entry.paused for entry in world.side.standstill)
-        verdict.mute_s = max(entry.mute for entry in world.side.standstill)
+        verdict.paused_s = max((entry.paused for entry in world.side.standstill), default=0.0)
+        verdict.mute_s = max((entry.mute for entry in world.side.standstill), default=0.0)
     verdict.fenced = sum(before != after for before, after in zip(engines, world.side.engines, strict=True))
     world.check_exact()
+    world.check_settled()
     for node in world.side.nodes:
         status = node.wait_ready()
         if status["torn"]:
@@ -378,7 +413,7 @@ def _wake(target: ProcessId, after_s: float) -> None:
 
 
 def _after_kill(world: World, cell: Cell, verdict: Verdict) -> None:
-    if cell.who == "sidecar":
+    if cell.who == "sidecar" and world.side.nodes:
         node = world.side.nodes[0]
         node.kill()
         time.sleep(SUPERVISOR_S)

@@ -24,11 +24,20 @@ HOLD_LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A request, by its path, of one engine: stopped before it is passed on, or passed on and its answer kept back."""
+    """Requests to one engine: stopped before they are passed on, or passed on and their answer kept back."""
 
-    path: str
+    paths: tuple[str, ...]
     passed_on: bool
     engine: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What went through, in this order: a request (`answer` False), or the answer to it."""
+
+    engine: int
+    path: str
+    answer: bool
 
 
 @dataclass(slots=True)
@@ -125,11 +134,13 @@ class Relay:
         """The answer; None when the client or the server has gone."""
 
         async def exchange() -> _Message | None:
-            await self._gate.at(Point(request.path, passed_on=False, engine=self.index))
+            await self._gate.at(self.index, request.path, passed_on=False)
+            self._gate.log.append(Passed(self.index, request.path, answer=False))
             upstream.write(request.head + request.body)
             await upstream.drain()
-            after = self._gate.at(Point(request.path, passed_on=True, engine=self.index))
+            after = self._gate.at(self.index, request.path, passed_on=True)
             _, answer = await asyncio.gather(after, _message(answers))
+            self._gate.log.append(Passed(self.index, request.path, answer=True))
             return answer
 
         # httpx sends nothing before it has the answer: whatever arrives now is the end of the connection.
@@ -158,6 +169,7 @@ class Gate:
     def __init__(self, sidecar_urls: list[str]) -> None:
         self._loop = asyncio.new_event_loop()
         self._holds: list[Hold] = []
+        self.log: list[Passed] = []
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.relays = [Relay(self, index, url) for index, url in enumerate(sidecar_urls)]
 
@@ -189,9 +201,13 @@ class Gate:
     def accept(self, index: int) -> None:
         self._run(self.relays[index].open())
 
-    async def at(self, point: Point) -> None:
+    async def at(self, engine: int, path: str, *, passed_on: bool) -> None:
         """Wait here if the point is armed."""
-        for hold in [hold for hold in self._holds if hold.point == point]:
+        for hold in [
+            hold
+            for hold in self._holds
+            if path in hold.point.paths and (hold.point.engine, hold.point.passed_on) == (engine, passed_on)
+        ]:
             hold.reached.set()
             with suppress(TimeoutError):
                 await asyncio.wait_for(hold.released.wait(), HOLD_LIMIT_S)

@@ -120,6 +120,7 @@ class RolloutSide:
         self.nodes = [Node(index, folder, self.task / "model") for index in range(count)]
         self.standstill = [Standstill() for _ in self.nodes]
         self.engines: list[tuple[str, ProcessId] | None] = [None] * count
+        self.transactions = -1  # for a test that pauses: the number of its last
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, daemon=True)

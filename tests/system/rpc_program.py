@@ -44,6 +44,7 @@ class StubWorker:
         self.rank = dist.get_rank() + 1
         self.order: list[int] = []
         self.steps = 0
+        self.spans: list[tuple[str, float, float]] = []
         self.config = config
 
     def __getattr__(self, name: str) -> Any:
@@ -68,6 +69,17 @@ class StubWorker:
         dist.all_gather_object(orders, self.order)
         assert all(order == orders[0] for order in orders)
         return self.order
+
+    def do_timed(self, name: str) -> None:
+        """One rank takes three times as long as the other."""
+        started = time.monotonic()
+        time.sleep(0.03 if self.rank == 2 else 0.01)
+        self.spans.append((name, started, time.monotonic()))
+
+    def do_spans(self) -> list[list[tuple[str, float, float]]]:
+        spans: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(spans, self.spans)
+        return spans
 
     def do_count(self, seconds: float = 0) -> int:
         time.sleep(seconds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.system.chaos import LEASE_S, PHASES, SIGNALS, WHO, Cell, World, strike
+from tests.system.chaos import END, LEASE_S, LOAD, PAUSE, PHASES, SIGNALS, WHO, Cell, World, strike
 from tests.system.rollout_side import TOKEN
 from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC
 
@@ -38,18 +39,34 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield found
 
 
-def some_cells() -> list[Cell]:
-    """One for each process, and all phases and both signals among them."""
+def some_cell(who: str) -> Cell:
+    """All phases but one and both signals are among those of one seed."""
     rng = random.Random(SEED)
     phases, signals = rng.sample(list(PHASES), len(WHO)), [*SIGNALS, *SIGNALS, rng.choice(list(SIGNALS))]
     rng.shuffle(signals)
-    return [Cell(who, phase, name) for who, phase, name in zip(WHO, phases, signals, strict=True)]
+    index = WHO.index(who)
+    return Cell(who, phases[index], signals[index])
 
 
-@pytest.mark.parametrize("cell", some_cells(), ids=str)
-def test_c33_engines_serve_again_and_the_run_goes_on_exactly(world: World, cell: Cell) -> None:
-    """No engine stays paused, nothing is left behind, and the run, resumed or not, trains on each prompt once."""
-    verdict = strike(world, cell)
+def test_c06_no_request_reaches_an_engine_between_its_pause_and_its_end(world: World) -> None:
+    """Over all publications of a run that goes well: pause, load, end, never twice, never without the others."""
+    world.trains(15)
+    letters = dict.fromkeys(PAUSE, "P") | dict.fromkeys(LOAD, "U") | dict.fromkeys(END, "E") | {"/generate": "g"}
+    for engine in range(len(world.side.nodes)):
+        # A pause holds from its answer on, and until its end is sent.
+        history = "".join(
+            letters.get(passed.path, "")
+            for passed in tuple(world.gate.log)
+            if passed.engine == engine and passed.answer == (passed.path in PAUSE)
+        )
+        assert re.fullmatch("(g*PUE)+g*(P|PU)?", history), history
+        assert history.count("PUE") > 10 and history.count("g") > 10
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_c33_engines_serve_again_and_the_run_goes_on_exactly(world: World, who: str) -> None:
+    """No engine stays paused (R65, R110), nothing is left, and the run, resumed or not, trains on each prompt once."""
+    verdict = strike(world, some_cell(who))
     print(f"CHAOS_SEED={SEED}\n{verdict}")
     assert not verdict.problem
 
@@ -89,11 +106,14 @@ def kill_the_controller_while_all_are_paused(world: World) -> None:
     hold = world.reach("paused")
     until(lambda: all(paused(world)), 10)
     os.kill(world.pid("rank0"), signal.SIGKILL)
-    world.gate.release(hold)
+    world.let_go_on(hold)
 
 
 def test_c33_engines_of_a_killed_controller_serve_again_by_their_lease_alone(world: World) -> None:
-    """SIGKILL of rank 0 with both engines paused: their sidecars end the pause within lease_s + 1 s, by themselves."""
+    """SIGKILL of rank 0 with both engines paused: their sidecars end the pause within lease_s + 1 s, by themselves.
+
+    What is owed all the same is settled at the start of the next run, before anything else (R104).
+    """
     world.trains(1)
     kill_the_controller_while_all_are_paused(world)
     took = until(lambda: not any(paused(world)), 60)
@@ -101,6 +121,11 @@ def test_c33_engines_of_a_killed_controller_serve_again_by_their_lease_alone(wor
     assert took <= LEASE_S + 1.0
     assert world.ended() == 1 and world.left_behind() == set()
     assert [node.status()["torn"] for node in world.side.nodes] == [True, True]
+    world.trains()
+    settled = [row["engine"] for row in world.rows("events") if row["event"] == "debts_settled"]
+    assert sorted(settled)[-2:] == ["engine-0", "engine-1"]
+    world.check_exact()
+    world.check_settled()
 
 
 def test_r104_with_a_lease_of_an_hour_resume_rollout_ends_it_at_once(tmp_path: Path) -> None:
@@ -113,7 +138,7 @@ def test_r104_with_a_lease_of_an_hour_resume_rollout_ends_it_at_once(tmp_path: P
         assert (code, row["done"]) == (3, [f"left: the run is alive (process {world.pid('rank0')})"])
         assert paused(world) == [True]
         os.kill(world.pid("rank0"), signal.SIGKILL)
-        world.gate.release(hold)
+        world.let_go_on(hold)
         assert world.ended() == 1 and world.left_behind() == set()
         assert paused(world) == [True]
         code, (row,) = resume_rollout(world)
@@ -135,4 +160,25 @@ def test_u01_a_sidecar_that_is_dead_or_hangs_when_its_end_is_due_is_replaced(tmp
         events = [row["event"] for row in world.rows("events")]
         assert "fence_failed" in events and "engine_recovered" in events
         assert world.pid("engine") != before["engine"].pid
+        world.check_exact()
+
+
+def test_c01_c_an_end_that_nobody_acknowledges_stops_the_run_with_code_3(tmp_path: Path) -> None:
+    """R65, R99: a sidecar elsewhere hangs with its engine paused, and can't be fenced. The last line is the way out."""
+    with World(tmp_path, engines=1) as world:
+        world.start(publication={"resume_budget_s": 3.0, "rollout_http_timeout": 2.0})
+        world.trains(1)
+        hold, sidecar = world.reach("paused"), world.pid("sidecar")
+        os.kill(sidecar, signal.SIGSTOP)
+        world.let_go_on(hold)
+        assert (world.ended(), world.left_behind()) == (3, set())
+        *_, what, way_out = world.output.read_text().strip().splitlines()
+        assert what == "error: Failed to resume rollout on: engine-0"
+        assert way_out.endswith(f"hybridasync resume-rollout --run-dir {world.run_dir}")
+        assert resume_rollout(world)[0] == 3
+        assert paused(world) == [True]
+        os.kill(sidecar, signal.SIGCONT)
+        assert resume_rollout(world)[0] == 0
+        assert paused(world) == [False]
+        world.trains()
         world.check_exact()

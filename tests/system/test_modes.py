@@ -50,3 +50,17 @@ def test_the_modes_at_staleness_zero_have_the_same_losses(tmp_path: Path) -> Non
         assert samples(run) == samples(sync)
         for name in ("loss", "grad_norm"):
             assert run.column(name) == pytest.approx(sync.column(name), abs=1e-6)
+
+
+def test_r15_training_alone_has_rows_and_no_engine(tmp_path: Path) -> None:
+    """R15, R18: debug_train_only: three supervised steps, each with its row; changed settings are logged."""
+    alone = {"run.debug_train_only": True, "warm_start.steps": 3, "warm_start.batch_size": 32}
+    zero_kl = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 0.0, "model.ref_load": "missing"}
+    run = train(tmp_path, alone | zero_kl)
+    assert run.returncode == 0, run.explain()
+    assert run.column("step") == [0, 1, 2] and all(loss > 0 for loss in run.column("loss"))
+    assert not run.events("publication.completed") and not list(run.directory.glob("logs/engine*"))
+    changed = {row["setting"]: (row["wrote"], row["runs"]) for row in run.events("setting_changed")}
+    assert changed["algorithm.use_kl_loss"] == (True, False)
+    assert changed["model.ref_load"] == ("missing", None)
+    assert "algorithm.use_kl_loss: true → false" in run.output

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import anyio
@@ -61,6 +62,19 @@ class TestHealthyGroup:
                 callers.start_soon(add, number)
         assert sums == {number: 2.0 * number for number in range(200)}
         assert await trainer.call("train_step", "order") == list(range(200))
+
+    async def test_c08_a_training_step_and_an_export_never_overlap(self, trainer: RpcTrainer) -> None:
+        """Asked for as early as can be: one order on all ranks; none begins before every rank has ended the last."""
+        async with anyio.create_task_group() as callers:
+            for number in range(20):
+                callers.start_soon(trainer.call, "train_step", "timed", "train")
+                if number % 2:
+                    callers.start_soon(trainer.call, "export_weights", "timed", "export")
+        spans = await trainer.call("train_step", "spans")
+        orders = [[name for name, _, _ in rank] for rank in spans]
+        assert orders[0] == orders[1] and sorted(orders[0]) == ["export"] * 10 + ["train"] * 20
+        for before, after in pairwise(zip(*spans, strict=True)):
+            assert max(end for _, _, end in before) <= min(start for _, start, _ in after)
 
     async def test_operations_run_in_the_main_thread_of_megatrons_world(self, trainer: RpcTrainer) -> None:
         """A worker is rank 0..N-1 of N, computes in its main thread, and has the controller's configuration."""

@@ -62,7 +62,7 @@ def row(verdict: Verdict) -> str:
     return f"{text}\n    {verdict.problem}" if verdict.problem else text
 
 
-def lane(folder: Path, cells: Sequence[Cell]) -> list[Verdict]:
+def lane(folder: Path, cells: Sequence[Cell], engines: int) -> list[Verdict]:
     """One world after the other: a cell that fails takes its world along, the next one begins anew."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing stays when the tool is stopped
     die_with_parent(signal.SIGTERM)
@@ -70,7 +70,7 @@ def lane(folder: Path, cells: Sequence[Cell]) -> list[Verdict]:
     left = list(cells)
     while left:
         where, well = folder / f"from-{len(verdicts):03d}", True
-        with World(where) as world:
+        with World(where, engines=engines) as world:
             while left and well:
                 verdicts.append(strike(world, left.pop(0)))
                 print(row(verdicts[-1]), flush=True)
@@ -84,6 +84,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default="", help="parts of cells' names, separated by commas; default all")
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument(
+        "--own", action="store_true", help="the run's own sidecar and engine, instead of two of each elsewhere"
+    )
     parser.add_argument("--lanes", type=int, default=2, help="runs at the same time")
     parser.add_argument("--seed", type=int, default=0, help="order of the cells")
     parser.add_argument("--folder", type=Path, help="new; is kept. Default: a temporary one, kept if a cell fails")
@@ -98,7 +101,11 @@ def main() -> int:
     print(line(HEADINGS), flush=True)
     lanes = [cells[index :: arguments.lanes] for index in range(arguments.lanes)]
     with ProcessPoolExecutor(arguments.lanes, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(lane, folder / f"lane-{i}", part) for i, part in enumerate(lanes) if part]
+        jobs = [
+            pool.submit(lane, folder / f"lane-{i}", part, 0 if arguments.own else 2)
+            for i, part in enumerate(lanes)
+            if part
+        ]
         verdicts = [verdict for job in jobs for verdict in job.result()]
     failed = [str(verdict.cell) for verdict in verdicts if verdict.problem]
     print(f"{len(verdicts) - len(failed)} of {len(cells)} cells passed in {time.monotonic() - started:.0f} s")

@@ -77,7 +77,7 @@ def markdown(results: Results) -> str:
     for title, text, table in sections(results):
         lines += [f"## {title}", "", *([text, ""] if text else [])]
         if table is not None:
-            lines += [*_markdown_table(table), ""]
+            lines += [*markdown_table(table), ""]
     lines += ["## Curves", "", *(f"![{name}](curves/{name}.svg)" for name in _curve_names()), ""]
     lines += ["## Boundary", "", BOUNDARY, ""]
     return "\n".join(lines)
@@ -118,7 +118,7 @@ def sections(results: Results) -> list[tuple[str, str, Table | None]]:
             "Paired: trials of one seed. Ratios are geometric means over pairs, differences are means; in brackets "
             "95 % intervals of a bootstrap over pairs and, within them, steps. With few pairs an interval says little: "
             "look at the pairs. All of it is in paired.csv.",
-            _compared_table(results),
+            compared_table(results),
         ),
         ("Main figures", "Means over the window, then over trials.", measures_table(results, MAIN)),
         ("Times of a step", _quiet(results), measures_table(results, _TIMES)),
@@ -132,7 +132,7 @@ def sections(results: Results) -> list[tuple[str, str, Table | None]]:
     ]
     if results.readings.repeated:
         found.append(("Failed starts, repeated", "Kept apart: they say nothing about a variant.", _repeated(results)))
-    found.append(("Where it ran", "", _provenance(results)))
+    found.append(("Where it ran", "", provenance(results)))
     return found
 
 
@@ -166,7 +166,7 @@ def _variants(results: Results) -> Table:
     return ("variant", "publishes", "settings"), rows
 
 
-def _compared_table(results: Results) -> Table:
+def compared_table(results: Results) -> Table:
     """A row for each pair of variants, a column for each measure that could be compared."""
     names = list(dict.fromkeys(one.measure.name for one in results.compared))
     by_pair: dict[tuple[str, str], dict[str, Compared]] = {}
@@ -247,7 +247,8 @@ def _quiet(results: Results) -> str:
     return line
 
 
-def _provenance(results: Results) -> Table:
+def provenance(results: Results) -> Table:
+    """What ran, and where, as the first trial's manifest has it; all trials' are equal."""
     manifests = [one.manifest for one in results.readings.trials if one.manifest]
     if not manifests:
         return ("what", "which"), []
@@ -270,7 +271,8 @@ def _provenance(results: Results) -> Table:
     return ("what", "which"), rows
 
 
-def _markdown_table(table: Table) -> list[str]:
+def markdown_table(table: Table) -> list[str]:
+    """Its lines."""
     header, rows = table
     cells = [header, ["---"] * len(header), *rows]
     return [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells]

@@ -54,6 +54,13 @@ class Change:
     filled_in: bool = False
 
 
+def say_changes(changes: Iterable[Change], event: Callable[..., None]) -> None:
+    """An event for each setting that runs otherwise than it was written (R18); filled-in defaults are none."""
+    for change in changes:
+        if not change.filled_in:
+            event("setting_changed", setting=change.setting, wrote=change.wrote, runs=change.runs, why=change.why)
+
+
 def refuse(refusals: Iterable[Refuse], *, source: str) -> None:
     """Raise one ConfigError that carries every refusal, if there is any.
 

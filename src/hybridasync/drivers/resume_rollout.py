@@ -11,7 +11,7 @@ from typing import Literal
 
 import anyio
 
-from hybridasync.errors import EngineError
+from hybridasync.errors import EngineError, Rejected
 from hybridasync.ports import Sidecar
 from hybridasync.types import SidecarStatus
 
@@ -24,6 +24,8 @@ SETTLING_S = 2.0
 """A sidecar that is just resuming its engine by itself is given so long before its state counts."""
 
 PAUSED_STATES = frozenset({"pausing", "paused", "ending", "recovery_required"})
+
+UNAUTHORIZED = 401
 
 Scope = Literal["nothing", "owed", "all"]
 
@@ -47,6 +49,7 @@ class Report:
     """One engine, as it was found (`before`) and as it was left (`after`); None: it didn't answer, see `detail`."""
 
     engine: str
+    owed: tuple[str, ...] = ()  # transactions whose end the run owes
     before: SidecarStatus | None = None
     after: SidecarStatus | None = None
     done: list[str] = field(default_factory=list)
@@ -61,7 +64,7 @@ class Report:
 
 async def resume_engine(sidecar: Sidecar, orders: Orders) -> Report:
     """End the pauses of one engine as far as the orders go. Raises nothing that an engine or a sidecar may cause."""
-    report = Report(sidecar.name)
+    report = Report(sidecar.name, orders.owed)
     report.before = report.after = await _status(sidecar, report)
     for txn in _to_end(report.before, orders):
         if await _ended(sidecar, txn, report) and txn is not None:
@@ -140,6 +143,8 @@ async def _status(sidecar: Sidecar, report: Report) -> SidecarStatus | None:
         status = await sidecar.status()
     except EngineError as error:
         report.detail = str(error)
+        if isinstance(error, Rejected) and error.status == UNAUTHORIZED:
+            report.detail += " (it has another token: see --token-file)"
         return None
     report.detail = status.detail or report.detail
     return status

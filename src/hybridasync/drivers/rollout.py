@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,25 +50,33 @@ class Rollout:
     async def run(self) -> None:
         """Admit prompts for ever; cancelled by the owner. Raises what makes going on pointless."""
         async with anyio.create_task_group() as groups:
+            full_since, patience = anyio.current_time(), next_place_warning_s(0)
             while True:
                 while self._ledger.may_admit() and not self._ledger.exhausted:
+                    full_since, patience = anyio.current_time(), next_place_warning_s(0)
                     prompt = self._parts.source.draw()
                     if prompt is None:
                         self._ledger.exhausted = True
                         self._changed.notify()
                         break
                     groups.start_soon(self._produce, prompt, self._ledger.admit(prompt))
-                await self._changed.wait()
+                if not await self._changed_within(full_since + patience):
+                    patience = next_place_warning_s(patience)
+                    if self._ledger.wants_more:  # else all groups of the run are admitted
+                        self._stalled("places_stalled", full_since)
 
     async def take(self, step: int) -> tuple[Group, ...]:
         """The batch of `step`. Raises DataError where it can never fill up."""
+        started, patience = anyio.current_time(), BATCH_STALL_S
         while True:
             batch = self._ledger.take(step)
             if isinstance(batch, Starved):
                 raise DataError(_starved_text(batch, self._config))
             if batch is not None:
                 return batch
-            await self._changed.wait()
+            if not await self._changed_within(started + patience):
+                self._stalled("batch_stalled", started, step=step)
+                patience = math.inf
 
     def finish(self, step: int) -> None:
         """`step` is trained and published: its slots are free."""
@@ -85,6 +94,18 @@ class Rollout:
     def restore(self, state: Mapping[str, Any]) -> None:
         self._parts.source.restore(state["source"])
         self._ledger.restore(state["ledger"])
+
+    async def _changed_within(self, deadline: float) -> bool:
+        """Look at the state again in either case: a change in the moment of the deadline is a deadline."""
+        with anyio.CancelScope(deadline=deadline):
+            await self._changed.wait()
+            return True
+        return False
+
+    def _stalled(self, event: str, since: float, **fields: object) -> None:
+        waited, ledger = round(anyio.current_time() - since), self._ledger
+        counts = f"{ledger.in_flight} groups in flight, {ledger.complete} complete, {ledger.slots} places"
+        self._parts.sink.event(event, level="warning", waited_s=waited, cause=counts, **fields)
 
     async def _produce(self, prompt: Prompt, partition: int) -> None:
         group = await self._group(prompt, partition)
@@ -147,6 +168,21 @@ class Rollout:
         if budget.spent:
             raise error
 
+
+BATCH_STALL_S = 60.0
+"""R113: training has waited so long for its batch that somebody should know; said once for a batch."""
+
+
+def next_place_warning_s(waited_s: float) -> float:
+    """R113: after how long a wait for a place the rollout says so next: 600 s, then each 60, past 1200 each 30."""
+    if waited_s < PLACE_STALL_S:
+        return PLACE_STALL_S
+    every = 60.0 if waited_s < 2 * PLACE_STALL_S else 30.0
+    return (waited_s // every + 1) * every
+
+
+PLACE_STALL_S = 600.0
+"""A step may take minutes; engines that stand so long with every place taken wait for a trainer that may be stuck."""
 
 REWARD_WINDOW = 64
 """Samples over which failing rewards are counted: one bad row must not stop a run, a dead judge must."""

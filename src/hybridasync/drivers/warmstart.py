@@ -20,9 +20,18 @@ class Display(Protocol):
 
 
 async def warm_start(
-    trainer: Trainer, batches: Iterable[TrainBatch], steps: int, *, display: Display, sink: MetricSink
+    trainer: Trainer,
+    batches: Iterable[TrainBatch],
+    steps: int,
+    *,
+    display: Display,
+    sink: MetricSink,
+    rows: bool = False,
 ) -> None:
-    """Train on `batches` with the supervised loss; nothing to do without steps."""
+    """Train on `batches` with the supervised loss; nothing to do without steps.
+
+    `rows`: these are the steps of the run, with a row of metrics each (`run.debug_train_only`, R15).
+    """
     if not steps:
         return
     display.phase("warm start", steps)
@@ -33,4 +42,6 @@ async def warm_start(
         result = await trainer.train_step(batch)
         loss = result.metrics["loss"]
         display.advance(dict(result.metrics))
+        if rows:
+            sink.step(batch.step, result.metrics)
     sink.event("warm_start_done", steps=steps, loss=loss, wall_s=anyio.current_time() - started)

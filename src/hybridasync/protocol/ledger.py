@@ -74,6 +74,11 @@ class RolloutLedger:
         in_budget = self._since_take["admitted"] < self.max_gen_batches * self.batch_size
         return in_budget and self._placed < steps * self.batch_size
 
+    @property
+    def wants_more(self) -> bool:
+        """Whether groups of later steps are still to be admitted, now or once places are free."""
+        return not self.exhausted and self._placed < self.num_rollout * self.batch_size
+
     def admit(self, prompt: Prompt) -> int:
         """Reserve a place and return the partition. The caller has asked `may_admit` just before."""
         if not self.may_admit() or prompt.uid in self._entries:

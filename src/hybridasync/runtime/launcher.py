@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from hybridasync.config.findings import say_changes
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import Resolved
 from hybridasync.config.resolved import write_resolved
 from hybridasync.errors import ConfigError
 from hybridasync.observability.jsonl import complain
+from hybridasync.observability.logs import EventLog
 from hybridasync.observability.process import (
     ProcessId,
     child_environment,
@@ -65,6 +67,9 @@ def launch(resolved: Resolved, *, run_dir: Path, resume: bool, program: Sequence
     lock.check_free(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_resolved(config, run_dir)
+    log = EventLog(run_dir / "events.jsonl", level=config.observability.log_level)
+    say_changes(resolved.changes, log.event)
+    log.close()
     with _receive_signals() as received:
         for start in range(config.run.max_restarts + 1):
             going_on = resume or (start > 0 and any((run_dir / "checkpoints").glob("step_*")))

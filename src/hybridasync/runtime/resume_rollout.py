@@ -38,6 +38,9 @@ from hybridasync.types import PauseMode, SidecarState, SidecarStatus
 CALL_TIMEOUT_S = 6.0
 """For one call: three attempts and the pauses between them stay within `resume_budget_s` (20 s)."""
 
+STATUS_TIMEOUT_S = 12.0
+"""A sidecar asks its engine two things, 5 s each, before it answers."""
+
 JOURNAL_FILE = "journal.jsonl"
 
 
@@ -53,7 +56,7 @@ class Request:
 async def resume_run(run_dir: Path, request: Request) -> list[Report]:
     """The engines of a run directory. Only looks while the run lives, unless forced.
 
-    Raises ConfigError when the directory holds no run, OSError when its journal can't be read.
+    Raises ConfigError when the directory holds no run, or a journal that can't be read.
     """
     config = _config_of(run_dir)
     async with AsyncExitStack() as stack:
@@ -76,22 +79,21 @@ async def resume_sidecars(urls: Sequence[str], request: Request) -> list[Report]
         scope="nothing" if request.dry_run else "all", force=request.force and not request.dry_run, reserve="would end"
     )
     async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(SidecarClient(url, url, token, timeout_s=CALL_TIMEOUT_S)) for url in urls
-        ]
+        clients = [await stack.enter_async_context(_client(url, url, token)) for url in urls]
         return await resume_engines([(client, orders) for client in clients])
 
 
 async def settle_debts(config: Config, run_dir: Path) -> list[Report]:
     """At the start of a run: end what an earlier one left open in this directory, before anything else.
 
-    Raises CompensationFailed naming the engines that may still be paused on behalf of that run.
+    Raises CompensationFailed naming the engines that may still be paused on behalf of that run, ConfigError when the
+    journal can't be read.
     """
     journal = JournalFile(run_dir / JOURNAL_FILE)
-    if not Debts.replay(journal.replay()).open:
+    if not _replayed(journal, run_dir).open:
         return []
     reports = await _settle(config, run_dir, Request())
-    left = sorted(Debts.replay(journal.replay()).owed())
+    left = sorted(_replayed(journal, run_dir).owed())
     if left:
         raise CompensationFailed(left)
     return [report for report in reports if report.settled]
@@ -99,7 +101,7 @@ async def settle_debts(config: Config, run_dir: Path) -> list[Report]:
 
 async def _settle(config: Config, run_dir: Path, request: Request, *, reserve: str = "") -> list[Report]:
     journal = JournalFile(run_dir / JOURNAL_FILE)
-    debts = Debts.replay(journal.replay())
+    debts = _replayed(journal, run_dir)
     token = request.token or os.environ.get(TOKEN_VARIABLE) or read_token(run_dir)
     work: list[tuple[Sidecar, Orders]] = []
     with contextlib.closing(journal):
@@ -118,6 +120,21 @@ async def _settle(config: Config, run_dir: Path, request: Request, *, reserve: s
                 if how is not None:
                     journal.append(debts.settle(report.engine, txn, how))
     return reports
+
+
+def _client(name: str, url: str, token: str) -> SidecarClient:
+    return SidecarClient(name, url, token, timeout_s=CALL_TIMEOUT_S, status_timeout_s=STATUS_TIMEOUT_S)
+
+
+def _replayed(journal: JournalFile, run_dir: Path) -> Debts:
+    try:
+        return Debts.replay(journal.replay())
+    except OSError as error:
+        raise ConfigError(
+            f"can't read {run_dir / JOURNAL_FILE}, which says what is owed: {error.strerror}; resume its engines by "
+            "name with hybridasync resume-rollout --sidecar URL",
+            setting="--run-dir",
+        ) from error
 
 
 def _orders(owed: tuple[str, ...], request: Request, *, reserve: str) -> Orders:
@@ -148,7 +165,7 @@ async def _control(config: Config, run_dir: Path, index: int, *, token: str) -> 
     elsewhere = bool(config.engine.sidecar_url)
     url = config.engine.sidecar_url[index] if elsewhere else _announced(run_dir, index)
     if url is not None:
-        async with SidecarClient(name, url, token, timeout_s=CALL_TIMEOUT_S) as client:
+        async with _client(name, url, token) as client:
             if elsewhere or await _is_there(client):
                 yield client
                 return

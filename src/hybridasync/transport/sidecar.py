@@ -21,11 +21,16 @@ RECOVER_MARGIN_S = 5.0
 class SidecarClient:
     """The control plane of one engine. Every call has the deadline `timeout_s` (`rollout_http_timeout`).
 
+    `status` may have a longer one: a sidecar whose engine is mute answers only once it has waited for it.
+
     Errors: NotSent, Rejected, OutcomeUnknown, RemoteProtocolError. A 5xx of an acting call is an unknown outcome.
     """
 
-    def __init__(self, name: str, base_url: str, token: str, *, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, base_url: str, token: str, *, timeout_s: float, status_timeout_s: float | None = None
+    ) -> None:
         self.name = name
+        self._status_timeout_s = status_timeout_s
         self._headers = bearer(token)
         self._http = Endpoint(name, base_url, timeout_s=timeout_s, headers=self._headers)
 
@@ -43,7 +48,9 @@ class SidecarClient:
         self._http = Endpoint(self.name, base_url, timeout_s=self._http.timeout_s, headers=self._headers)
 
     async def status(self) -> SidecarStatus:
-        answer = await self._http.call_json("status", "GET", "/v1/status", server_errors="rejected")
+        answer = await self._http.call_json(
+            "status", "GET", "/v1/status", timeout_s=self._status_timeout_s, server_errors="rejected"
+        )
         return self._parse_status(answer)
 
     async def pause(self, txn: str, mode: PauseMode, lease_s: float) -> bool:

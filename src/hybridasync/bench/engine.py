@@ -27,17 +27,15 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the engine's process
-
 import anyio
 import torch
-from measure import Foreign, Spread, arguments, cpu_seconds, print_table, write_results
-from transformers import AutoModelForCausalLM
 
+from hybridasync.bench.measure import Foreign, Spread, cpu_seconds
 from hybridasync.data.sort_digits import SPECIAL, VOCABULARY, write_model
 from hybridasync.engine.requests import Group, Sampling
 from hybridasync.engine.server import build_service
 from hybridasync.engine.service import EngineService
+from hybridasync.errors import OperatingError
 from hybridasync.transport.sglang import SglangServer
 from hybridasync.types import SamplingParams
 
@@ -74,8 +72,8 @@ class Shape:
 SHAPES = {
     "quickstart": Shape(2, 128, 32, 16, (11, 11), max_new_tokens=8, repeats=6),
     "larger": Shape(4, 256, 32, 8, (8, 48), max_new_tokens=96, repeats=1),
+    "tiny": Shape(1, 32, 2, 2, (4, 6), max_new_tokens=4, repeats=1),
 }
-QUICK = {"quick": Shape(1, 32, 2, 2, (4, 6), max_new_tokens=4, repeats=1)}
 
 Prompts = Sequence[Sequence[int]]
 
@@ -95,6 +93,8 @@ class Measured:
 
 class Transformers:
     def __init__(self, path: Path, shape: Shape) -> None:
+        from transformers import AutoModelForCausalLM  # takes seconds
+
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self._shape = shape
 
@@ -180,7 +180,7 @@ def engine_process(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
             deadline = time.monotonic() + START_TIMEOUT_S
             while not announce.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError("the engine didn't start")
+                    raise OperatingError("the engine didn't start")
                 time.sleep(0.05)
             yield str(json.loads(announce.read_text())["url"]), process.pid
         finally:
@@ -203,6 +203,8 @@ def in_process_service(model: Path) -> EngineService:
 
 
 def measure(name: str, shape: Shape, rounds: int) -> dict[str, Any]:
+    """All three systems in turn, `rounds` times. Raises OperatingError when the engine doesn't start."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with tempfile.TemporaryDirectory(prefix="hybridasync-bench-") as folder:
         model = Path(folder) / "model"
         write_model(model, seed=0, layers=shape.layers, hidden=shape.hidden, heads=4, context_length=256)
@@ -253,29 +255,3 @@ def _sum(parts: Sequence[Measured]) -> Measured:
         sum(part.wall_s for part in parts),
         sum(part.client_cpu_s for part in parts),
     )
-
-
-def _print(result: dict[str, Any]) -> None:
-    print(f"\n{result['shape']}: {result['work']}; {len(result['rounds'])} rounds")
-    rows = [
-        (name, f"{rate.median:,.0f}", result["ratio"].get(name, "1"))
-        for name, rate in result["tokens_per_cpu_s"].items()
-    ]
-    print_table(("system", "response tokens per CPU-second", "ratio, median (least to largest)"), rows)
-    print(f"the client's CPU time per request against the engine's: {result['client_cpu_share']}")
-    print(f"processor time that others took: {result['foreign_cpu_share']:.0%}")
-
-
-def main() -> None:
-    options = arguments(__doc__, tuple(SHAPES)).parse_args()
-    shapes = QUICK if options.quick else {name: SHAPES[name] for name in options.shapes}
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    results = []
-    for name, shape in shapes.items():
-        results.append(measure(name, shape, 1 if options.quick else options.rounds))
-        _print(results[-1])
-        write_results(options.out, "engine", results)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,9 @@
-"""What the benchmarks share: processor time by role, spreads, the machine's description, JSON and plain tables."""
+"""What the benchmarks share: processor time by role, spreads, the machine's description, results as JSON."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
+
+from hybridasync.bench.manifest import machine, packages, source
+from hybridasync.observability.jsonl import replace_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,37 +67,15 @@ def _busy_now() -> float:
     return float(sum(times) - waiting - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0))
 
 
-def machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+def write_results(path: Path, benchmark: str, results: Sequence[Mapping[str, Any]]) -> None:
+    """Results with what they were measured on. Raises OSError."""
+    installed = packages()
+    about = machine() | {
+        "hybridasync": source(),
+        "torch": installed.get("torch", ""),
         "threads_per_process": int(os.environ.get("OMP_NUM_THREADS", "1")),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-
-
-def arguments(description: str | None, shapes: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="file for the results, JSON")
-    parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes), help="default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="repetitions whose medians are compared (default 5)")
-    parser.add_argument(
-        "--quick", action="store_true", help="a tiny shape, once: shows that it works, measures nothing"
-    )
-    return parser
-
-
-def write_results(path: Path | None, benchmark: str, results: Sequence[Mapping[str, Any]]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"benchmark": benchmark, "machine": machine(), "results": results}
-        path.write_text(json.dumps(content, indent=1, default=asdict) + "\n", encoding="utf-8")
-
-
-def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"benchmark": benchmark, "machine": about, "results": results}
+    replace_atomically(path, (json.dumps(content, indent=1, default=asdict) + "\n").encode())
