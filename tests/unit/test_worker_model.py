@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.worker_kit import KINDS, one_rank, save_model, tiny_config, tiny_hf
 
 from hybridasync.data.model_dir import parameter_count, parameter_shapes
 from hybridasync.errors import CheckpointError, ConfigError
+from hybridasync.transport.checkpoints import CheckpointFolders
 from hybridasync.weights.checksums import checksums
 from hybridasync.worker import attention, checkpoints, export, hf_mapping, model
 
@@ -209,6 +211,35 @@ def test_c32_checkpoint_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(CheckpointError, match=r"step_2 can't be written: it needs about \d+ MiB, and 0 MiB are free"):
         checkpoints.save(tmp_path / "step_2", bundle.gpt, None, extra={})
+
+
+def test_c32_a_save_that_the_system_cuts_short_leaves_the_last_one(tmp_path: Path) -> None:
+    """C32: the kernel refuses to let a file grow (RLIMIT_FSIZE): step 2 stays the latest, and saving works again."""
+    bundle = loaded(save_model(tiny_hf("llama", tied=False), tmp_path / "source"))
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    store = CheckpointFolders(root, keep=2)
+
+    def save(step: int) -> None:
+        folder = store.begin(step)
+        (folder / "model").rmdir()
+        checkpoints.save(folder / "model", bundle.gpt, None, extra={"steps": step})
+        store.commit(step, {"step": step})
+
+    save(2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(path.stat().st_size for path in (root / "step_000002").rglob("*"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"step_000004\.partial/model can't be written: .*File too large"):
+            save(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    latest = store.latest()
+    assert latest == root / "step_000002" and store.verified_state(latest) == {"step": 2}
+    save(6)
+    assert store.latest() == root / "step_000006"
+    assert not list(root.glob("*.partial"))
 
 
 def test_damaged_checkpoints(tmp_path: Path) -> None:

@@ -65,7 +65,15 @@ def _write_bucket(writer: filesystem_async.FileSystemWriterAsync) -> None:
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
     writer.write_preloaded_data(transforms, 0, bucket, done, running, use_fsync=True)
     _, result = done.get()
-    writer.results_queue.put(result if isinstance(result, Exception) else {0: result})
+    writer.results_queue.put(_system_error(result) if isinstance(result, Exception) else {0: result})
+
+
+def _system_error(error: BaseException) -> BaseException:
+    """What the system said. torch's archive writer hides a full disk behind "unexpected pos 704 vs 598"."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
 
 
 def save(path: str | Path, gpt: Any, optimizer: Any, *, extra: Mapping[str, Any]) -> None:
