@@ -146,6 +146,9 @@ class FakeServer:
     async def checksums(self) -> Mapping[str, str]:
         return dict(await self._world.call(f"{self.name} checksums", lambda: self.sums))
 
+    async def read_back(self) -> tuple[str, Mapping[str, str]]:
+        return await self.weight_version(), await self.checksums()
+
     async def in_flight(self) -> int:
         return 0
 

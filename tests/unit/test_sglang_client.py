@@ -260,3 +260,17 @@ async def test_a_new_process_has_nothing_staged(fake: FakeEngine, engine: Sglang
     await engine.moved(url)
     await engine.update_weights(SNAPSHOT)
     assert fake.calls[-1][0] == "/update_weights_from_disk"
+
+
+async def test_what_is_read_back_is_of_one_moment_where_the_server_says_so(
+    fake: FakeEngine, engine: SglangServer
+) -> None:
+    """The embedded engine's checksums come with their version, in one call; SGLang is asked for it as well."""
+    fake.version = "5"
+    answer = {"ranks": [{"checksums": {"a": "1"}}]}
+    fake.bodies["/weights_checker"] = answer
+    assert await engine.read_back() == ("5", {"a": "1"})
+    assert [path for path, _ in fake.calls] == ["/weights_checker", "/model_info"]
+    fake.bodies["/weights_checker"] = {**answer, "weight_version": "6"}
+    assert await engine.read_back() == ("6", {"a": "1"})
+    assert [path for path, _ in fake.calls][2:] == ["/weights_checker"]

@@ -58,6 +58,9 @@ class FreeServer:
         await anyio.lowlevel.checkpoint()
         return CHECKSUMS
 
+    async def read_back(self) -> tuple[str, Mapping[str, str]]:
+        return await self.weight_version(), await self.checksums()
+
     async def in_flight(self) -> int:
         return 0
 

@@ -195,6 +195,7 @@ class Publisher:
         """Answers the snapshot, which for an order is made meanwhile."""
         with _marked(saga.engines):
             self._incur(saga.engines, saga.txn)
+            saga.asked_at = anyio.current_time()
             try:
                 async with anyio.create_task_group() as leases:
                     async with anyio.create_task_group() as tasks:
@@ -258,11 +259,11 @@ class Publisher:
     async def _verify(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
         """Version and checksum read back; any doubt means torn (R55, U15)."""
         try:
-            version = await engine.server.weight_version()
+            version, sums = await engine.server.read_back()
             if version != str(snapshot.version):
                 saga.failures[engine.name] = f"serves version {version}, not {snapshot.version}"
                 return
-            differing = _differing(await engine.server.checksums(), snapshot.checksums)
+            differing = _differing(sums, snapshot.checksums)
             await engine.sidecar.renew(saga.txn, self._settings.lease_s)  # only a pause that still holds can be renewed
         except Rejected as error:
             saga.failures[engine.name] = f"verify: the pause ended during the swap, or the engine refuses: {error}"

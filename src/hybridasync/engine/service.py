@@ -244,8 +244,8 @@ class EngineService:
         self.weight_version = version
 
     async def check_weights(self, skip: list[str] | None) -> dict[str, Any]:
-        """SGLang's answer of action `checksum`."""
-        weights = self._scheduler.weights
+        """SGLang's answer of action `checksum`, and the version of these very weights."""
+        weights, version = self._scheduler.weights, self.weight_version
         values = await anyio.to_thread.run_sync(weights.checksums)
         kept = {name: value for name, value in values.items() if not any(part in name for part in skip or ())}
         total = overall(kept)
@@ -253,7 +253,8 @@ class EngineService:
         info = {"role": "target", **place, "rank": 0, "size": 1}
         rank = {"checksums": kept, "per_gpu_checksum": total, "parallelism_info": [info]}
         engine = hashlib.sha256(total.encode()).hexdigest()
-        return {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": engine}
+        answer = {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": engine}
+        return {**answer, "weight_version": version}
 
     # --- information
 

@@ -256,6 +256,9 @@ class SimServer:
     async def checksums(self) -> Mapping[str, str]:
         return await self._call("checksums", lambda e: e.checksums())
 
+    async def read_back(self) -> tuple[str, Mapping[str, str]]:
+        return await self.weight_version(), await self.checksums()
+
     async def in_flight(self) -> int:
         return await self._call("in_flight", lambda e: e.in_flight())
 

@@ -265,9 +265,21 @@ class SglangServer:
 
     async def checksums(self) -> Mapping[str, str]:
         """Parameter name → checksum; with several tensor-parallel ranks the names start with `rank<i>/`."""
-        answer = await self._control.call_json(
+        return self._sums_in(await self._check_weights())
+
+    async def read_back(self) -> tuple[str, Mapping[str, str]]:
+        """Version and checksums. The embedded engine says both at once, of the same moment."""
+        answer = await self._check_weights()
+        sums = self._sums_in(answer)
+        version = answer.get("weight_version")
+        return version if isinstance(version, str) else await self.weight_version(), sums
+
+    async def _check_weights(self) -> Any:
+        return await self._control.call_json(
             "checksums", "POST", "/weights_checker", json={"action": "checksum"}, server_errors="rejected"
         )
+
+    def _sums_in(self, answer: Any) -> Mapping[str, str]:
         try:
             ranks = [{str(name): str(value) for name, value in rank["checksums"].items()} for rank in answer["ranks"]]
         except (AttributeError, KeyError, TypeError) as error:
