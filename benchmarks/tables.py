@@ -157,6 +157,27 @@ def control(results: Results) -> str:
     return table(("what", "found"), rows)
 
 
+def transport(results: Results) -> str:
+    rows = [
+        (
+            f"{result['shape']}: {result['work']}",
+            name,
+            f"{result['bytes'] / 1e6:.1f} MB",
+            f"**{spread(found['ratio'])}**",
+            milliseconds(found["transfer_s"]),
+            milliseconds(found["pause_s"]),
+        )
+        for result in results
+        for name, found in result["transports"].items()
+    ]
+    header = ("shape, engine", "transport", "weights", "transfer / memory copy", "transfer, ms", "pause, ms")
+    return table(header, rows)
+
+
+def milliseconds(value: Mapping[str, float]) -> str:
+    return f"{value['median'] * 1e3:.0f} ({value['low'] * 1e3:.0f} to {value['high'] * 1e3:.0f})"
+
+
 def peers(results: Results) -> str:
     [result] = results
     lines = [table(result["training"]["header"], result["training"]["rows"])] if "training" in result else []
@@ -165,7 +186,7 @@ def peers(results: Results) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"overlap": overlap, "engine": engine, "control": control, "peers": peers}
+TABLES = {"overlap": overlap, "engine": engine, "control": control, "peers": peers, "transport": transport}
 
 
 def spread(value: Mapping[str, float]) -> str:

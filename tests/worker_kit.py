@@ -76,17 +76,26 @@ def tiny_config(model_dir: str | Path, **sections: Any) -> Config:
 
 
 @contextmanager
-def one_rank(seed: int = 0) -> Iterator[None]:
-    """A gloo group of this process alone, with Megatron's groups over it."""
-    from hybridasync.worker import parallel
-
+def one_process() -> Iterator[None]:
+    """A gloo group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        parallel.init(1, 1, seed)
         yield
     finally:
-        parallel.close()
         dist.destroy_process_group()
+
+
+@contextmanager
+def one_rank(seed: int = 0) -> Iterator[None]:
+    """The same, with Megatron's groups over it."""
+    from hybridasync.worker import parallel
+
+    with one_process():
+        try:
+            parallel.init(1, 1, seed)
+            yield
+        finally:
+            parallel.close()
 
 
 def torchrun(script: Path, ranks: int, *args: str, timeout_s: float = 240) -> str:

@@ -119,6 +119,21 @@ def test_control_plane_alone_is_measured(tmp_path: Path) -> None:
     assert "left after SIGKILL" in tabled(out, tmp_path)
 
 
+def test_transports_are_compared_with_a_memory_copy(tmp_path: Path) -> None:
+    """Each transport brings the same weights, verified; times, bytes and ratios to a copy are in the file."""
+    out = tmp_path / "transport.json"
+    printed = run(sys.executable, str(TABLES.with_name("transport.py")), "--quick", "--out", str(out))
+    assert "transfer / memory copy" in printed
+    result = only_result(out, "transport")
+    assert result["bytes"] > 0
+    assert result["transports"].keys() == {"disk", "collective", "tensor"}
+    [entry] = result["rounds"]
+    for transport, found in result["transports"].items():
+        assert found.keys() == {"transfer_s", "pause_s", "ratio"}
+        assert 0 < entry[transport]["transfer_s"] < entry[transport]["pause_s"]
+    assert "| quick: " in tabled(out, tmp_path)
+
+
 @pytest.mark.parametrize("command", ["publication", "overlap", "engine", "control"])
 def test_help_says_what_is_measured(command: str) -> None:
     """`--help` explains the options and how long it takes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,13 +15,18 @@ import anyio
 import psutil
 import pytest
 from tests.engine_models import saved_model
+from tests.system import export_main
 from tests.system.test_sidecar import DEADLINE_S, TOKEN, Running, Sidecars, txn, wait_gone
+from tests.worker_kit import one_process, torchrun
 
 from hybridasync.config.models import Config
+from hybridasync.runtime.sender import Sender
 from hybridasync.runtime.sglang_launch import launch_command, launch_environment
+from hybridasync.runtime.transfer import SenderSettings
+from hybridasync.transport.sender import Request
 from hybridasync.transport.sglang import SglangServer
 from hybridasync.transport.sidecar import SidecarClient
-from hybridasync.types import SamplingParams, WeightSnapshot
+from hybridasync.types import SamplingParams, SendTarget, WeightSnapshot
 from hybridasync.weights.checksums import checksums
 from hybridasync.weights.layout import engine_layout
 from hybridasync.weights.snapshot import read_tensors
@@ -32,6 +38,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not PYTHON, reason="no real SGLang: set HYBRIDASYNC_SGLANG_PYTHON (tests/run.sh does)"),
 ]
+BUCKET_BYTES = 10_000
 START_S = 480.0
 """Half a minute alone; ranks that start beside other work on two cores took five."""
 
@@ -122,25 +129,45 @@ def test_two_engines_and_the_death_of_one(folder: Path, sidecars: Sidecars) -> N
         wait_gone(member.pid)
 
 
-async def test_a_publication_reaches_every_rank(folder: Path, sidecars: Sidecars) -> None:
-    """C07, C44: with two tensor-parallel ranks, each holds its part of every parameter, before and after an update."""
+async def test_c44_a_publication_of_any_trainer_by_any_transport_reaches_every_rank(
+    folder: Path, sidecars: Sidecars
+) -> None:
+    """C07, C44: trainer TP=2 and PP=2, engine TP=2: after each update all checksums are those of one process."""
     config = config_of(folder / "model", ranks=2)
     running = sidecars.start("--launch", str(launch(folder, config)))
+    with one_process():
+        export_main.write(folder / "next", folder / "one", tp=1, pp=1)
+    one = json.loads((folder / "one.json").read_text())
+    await anyio.to_thread.run_sync(torchrun, Path(export_main.__file__), 2, str(folder / "next"), str(folder))
     status = await anyio.to_thread.run_sync(lambda: until(running, state="running", healthy=True))
     layout = engine_layout(config.engine, kv_heads=2, gpu_here=False)
-    held = {
-        name: checksums(read_tensors(folder / name), tie_word_embeddings=False, layout=layout)
-        for name in ("model", "next")
-    }
-    url = str(status["engine_url"])
+    first = checksums(read_tensors(folder / "model"), tie_word_embeddings=False, layout=layout)
+    url, sequence = str(status["engine_url"]), itertools.count()
     async with (
         SidecarClient("engine-0", running.url, TOKEN, timeout_s=DEADLINE_S) as sidecar,
         SglangServer("engine-0", url, control_timeout_s=DEADLINE_S, request_timeout_s=60) as engine,
     ):
-        assert await engine.checksums() == held["model"]
-        assert await sidecar.pause(txn(0), "retract", 60.0)
-        await engine.update_weights(WeightSnapshot(1, str(folder / "next"), held["next"], 0, 0.0))
-        assert await engine.checksums() == held["next"]
-        await sidecar.end(txn(0))
+
+        async def publish(path: Path, sums: dict[str, str], transport: str) -> None:
+            number = next(sequence)
+            assert await sidecar.pause(txn(number), "retract", 60.0)
+            if transport == "disk":
+                await engine.update_weights(WeightSnapshot(number, str(path), sums, 0, 0.0))
+            else:
+                settings = SenderSettings(transport, BUCKET_BYTES, "gloo", "127.0.0.1", DEADLINE_S)
+                request = Request((SendTarget("engine-0", url, True),), str(path), number, tuple(sums))
+                async with Sender(settings) as sender:
+                    assert await sender.send(request) == {}
+            assert await engine.weight_version() == str(number)
+            assert await engine.checksums() == sums
+            await sidecar.end(txn(number))
+
+        assert await engine.checksums() == first
+        for trainer in ("tp2", "pp2"):
+            assert json.loads((folder / f"{trainer}.json").read_text()) == one
+            for transport in ("disk", "collective", "tensor"):
+                await publish(folder / trainer, one, transport)
+                await publish(folder / "model", first, "disk")
+        await publish(folder / "pp2", one, "collective")
         (sample,) = await engine.generate("r", [5, 6, 7], SamplingParams(max_new_tokens=5))
-        assert {span.version for span in sample.spans} == {1}
+        assert {span.version for span in sample.spans} == {next(sequence) - 1}

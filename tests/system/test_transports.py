@@ -14,8 +14,8 @@ from tests.system.gate import Point
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROUTES = {"collective": "/update_weights_from_distributed", "tensor": "/update_weights_from_tensor"}
-BUCKET_MIB = 0.05
-"""A dozen buckets: the first request is never the last one."""
+BUCKET_MIB = 0.01
+"""Several buckets: the first request is never the last one."""
 
 CELLS = [
     Cell("sender", "broadcast begun", "KILL"),
@@ -47,6 +47,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         patch.setattr(chaos, "PROGRAMS", {**chaos.PROGRAMS, "sender": ("hybridasync.runtime.sender", None)})
         patch.setattr(chaos, "STOPPED_S", {**chaos.STOPPED_S, "sender": 10.0})
         found.start(publication={"transport": transport, "bucket_mib": BUCKET_MIB})
+        found.trains(1)
         yield found
 
 

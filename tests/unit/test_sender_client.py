@@ -56,7 +56,7 @@ async def test_a_failure_ends_the_process_and_the_next_transfer_has_a_new_one(tm
         (READY + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", OutcomeUnknown, "lost in the transfer"),
     ],
 )
-async def test_a_sender_that_dies_has_failed_for_every_engine(
+async def test_a_sender_that_dies_twice_has_failed_for_every_engine(
     tmp_path: Path, program: str, kind: type[EngineError], *, words: str
 ) -> None:
     """Before it was asked nothing can have happened, afterwards anything."""
@@ -64,6 +64,15 @@ async def test_a_sender_that_dies_has_failed_for_every_engine(
         failures = await running.send(TARGETS, SNAPSHOT)
     assert list(failures) == ["engine-0", "engine-1"]
     assert all(type(error) is kind and words in str(error) for error in failures.values())
+
+
+async def test_a_sender_that_dies_once_is_replaced(tmp_path: Path) -> None:
+    """The second one is asked the same, and its answer counts."""
+    died = str(tmp_path / "died")
+    once = f"import os\nif not os.path.exists({died!r}):\n    open({died!r}, 'w')\n    os._exit(1)\n"
+    program = READY + once + 'print(json.dumps({"failures": []}), flush=True)\nsys.stdin.readline()'
+    async with process(tmp_path, program) as running:
+        assert await running.send(TARGETS, SNAPSHOT) == {}
 
 
 async def test_a_silent_sender_is_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,10 @@ _KINDS: Mapping[str, type[EngineError]] = {
 }
 
 
+_LOST = (OSError, TimeoutError, anyio.BrokenResourceError, anyio.IncompleteRead)
+"""What talking to a process that ended, or doesn't answer, raises."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the process is asked to do. `parameters` are the names that the engines have to hold."""
@@ -96,26 +100,38 @@ class SenderProcess:
         await self._end()
 
     async def send(self, targets: Sequence[SendTarget], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
-        """Never raises for what goes wrong with the process: then it has failed for all engines."""
+        """A process that is lost in the transfer is replaced once; lost again, it has failed for all engines.
+
+        The second one begins anew at every engine. What the first one left on its way there can do no harm later: an
+        engine takes weights within a session alone, and the second one ends it.
+        """
         request = Request(tuple(targets), snapshot.path, snapshot.version, tuple(sorted(snapshot.checksums)))
         async with self._lock:
-            try:
-                await self._ready()
-            except (OSError, TimeoutError, anyio.BrokenResourceError, anyio.IncompleteRead) as error:
-                return {
-                    t.name: NotSent(t.name, "send", f"the sender didn't start: {self._why(error)}") for t in targets
-                }
-            failures: Mapping[str, EngineError] | None = None
-            try:
+            failures = await self._attempt(request)
+            if failures is None:
+                failures = await self._attempt(request)
+        if failures is None:
+            detail = f"the sender was lost in the transfer\n{log_tail(self._log)}"
+            return {target.name: OutcomeUnknown(target.name, "send", detail) for target in targets}
+        return failures
+
+    async def _attempt(self, request: Request) -> Mapping[str, EngineError] | None:
+        """None: the process is lost."""
+        failures: Mapping[str, EngineError] | None = None
+        try:
+            await self._ready()
+        except _LOST:
+            await self._end()
+            detail = f"the sender didn't start\n{log_tail(self._log)}"
+            return {target.name: NotSent(target.name, "send", detail) for target in request.targets}
+        try:
+            with suppress(*_LOST):
                 failures = await self._exchange(request)
-            except (OSError, TimeoutError, anyio.BrokenResourceError, anyio.IncompleteRead) as error:
-                detail = f"the sender was lost in the transfer: {self._why(error)}"
-                return {target.name: OutcomeUnknown(target.name, "send", detail) for target in targets}
-            finally:
-                if failures is None or failures:
-                    # Its end frees every engine that waits in a broadcast, so it comes also when we are cancelled.
-                    await self._end()
-            return failures
+        finally:
+            if failures is None or failures:
+                # Its end frees every engine that waits in a broadcast, so it comes also when we are cancelled.
+                await self._end()
+        return failures
 
     async def _start(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +177,3 @@ class SenderProcess:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.aclose()
-
-    def _why(self, error: BaseException) -> str:
-        tail = log_tail(self._log) if self._log.exists() else ""
-        return tail or str(error) or type(error).__name__
