@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -71,7 +72,7 @@ class Relay:
         self._gate = gate
         self._sidecar = _address(sidecar_url)
         self._engine: tuple[str, int] | None = None
-        self._ports = {kind: _free_port() for kind in ("sidecar", "engine")}
+        self._ports = {kind: free_port() for kind in ("sidecar", "engine")}
         self._servers: dict[str, asyncio.Server] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -239,6 +240,9 @@ def _address(url: str) -> tuple[str, int]:
     return parts.hostname or "127.0.0.1", parts.port or 80
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def free_port() -> int:
+    """Below the range that the kernel gives to outgoing connections: it stays free while its server is away."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 import httpx
 import psutil
+from tests.system.gate import free_port
 
 from hybridasync.data.sort_digits import prepare
 from hybridasync.observability.process import ProcessId, child_environment, terminate_tree
@@ -25,11 +25,6 @@ TOKEN = "chaos"
 START_S = 90.0
 WATCH_S = 0.05
 PROBE_S = 1.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclass
