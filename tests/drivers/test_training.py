@@ -3,196 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from kit import FakeTrainer, MemoryJournal, RecordingSink, World, completion, make_fleet
+from kit import completion
+from loop import EVAL, TIS, Bench, recipe
 
 from hybridasync.algorithms.shaping import shaped_reward
-from hybridasync.config.load import validate
-from hybridasync.config.models import Config
-from hybridasync.config.pipeline import resolve, schedule_of
-from hybridasync.drivers import training
-from hybridasync.drivers.checkpointing import Checkpointing
-from hybridasync.drivers.evaluation import Evaluation, EvaluationParts
-from hybridasync.drivers.generation import Limits
-from hybridasync.drivers.publish import Publisher, PublishParts
-from hybridasync.drivers.rollout import Rollout, RolloutParts
-from hybridasync.drivers.training import LoopParts, TrainingLoop
-from hybridasync.drivers.transfer import DiskTransfer
-from hybridasync.errors import CheckpointError, NotSent, Rejected
-from hybridasync.protocol.debts import Debts
-from hybridasync.protocol.ledger import RolloutLedger
-from hybridasync.types import Completion, Prompt, StepResult, TrainBatch, TrainSample, WeightSnapshot
-
-
-class Trainer(FakeTrainer):
-    """Writes down what it is asked for."""
-
-    def __init__(self, log: list[str]) -> None:
-        super().__init__()
-        self.log = log
-        self.batches: list[TrainBatch] = []
-
-    async def train_step(self, batch: TrainBatch) -> StepResult:
-        self.log.append(f"train {batch.step}")
-        self.batches.append(batch)
-        return StepResult(batch.step, True, {"loss": 0.0})
-
-    async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
-        await super().decide(epoch, version=version, commit=commit)
-        self.log.append(f"{'commit' if commit else 'abort'} {version}")
-
-    async def reference_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        return [[-1.0] * len(sample.rollout_logprobs) for sample in samples]
-
-    async def save_checkpoint(self, path: str) -> None:
-        self.log.append("save")
-
-
-class Source:
-    """Endless prompts with an exact position."""
-
-    def __init__(self) -> None:
-        self.next = 0
-        self.again: list[int] = []
-
-    def draw(self) -> Prompt:
-        if self.again:
-            return _prompt(self.again.pop(0))
-        self.next += 1
-        return _prompt(self.next - 1)
-
-    def state(self, unused: Sequence[int] = ()) -> dict[str, Any]:
-        return {"next": self.next, "unused": list(unused)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.next, self.again = state["next"], list(state["unused"])
-
-
-def _prompt(uid: int) -> Prompt:
-    return Prompt(uid, uid, 0, "d", (1, 2 + uid), "p", "l")
-
-
-class Store:
-    """Checkpoints in memory; `full` is a disk without room."""
-
-    def __init__(self) -> None:
-        self.states: dict[int, dict[str, Any]] = {}
-        self.full = False
-
-    def begin(self, step: int) -> Path:
-        if self.full:
-            raise CheckpointError(f"can't make step_{step}: No space left on device")
-        return Path("x")
-
-    def commit(self, step: int, state: Mapping[str, Any]) -> Path:
-        self.states[step] = dict(state)
-        return Path(f"step_{step}")
-
-
-class Snapshots:
-    def path(self, version: int) -> str:
-        return f"/v{version}"
-
-    def drop_all_but(self, newest: int) -> None:
-        return None
-
-
-class Tokens:
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
-
-
-async def reward(_prompt: Prompt, texts: Sequence[str], _completions: Sequence[Completion]) -> list[float]:
-    return [float(index % 2) for index, _ in enumerate(texts)]
-
-
-def recipe(steps: int, **sections: dict[str, Any]) -> Config:
-    base: dict[str, Any] = {
-        "model": {"hf_checkpoint": "m"},
-        "data": {"prompt_data": "d"},
-        "rollout": {"num_rollout": steps, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_tokens": 8},
-        "publication": {"pause_mode": "drain", "resume_budget_s": 0.3, "rollout_http_timeout": 0.2},
-    }
-    merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
-    return validate(merged, source="test")
-
-
-class Bench:
-    """A whole controller over one fake engine; `log` has what reached engine and trainer, in order."""
-
-    def __init__(self, config: Config, *, steps_per_epoch: int | None = None) -> None:
-        self.config = config
-        self.world, self.store, self.sink = World(), Store(), RecordingSink()
-        self.log = self.world.log
-        self.fleet, (self.server,), (self.sidecar,) = make_fleet(self.world, 1)
-        self.trainer = Trainer(self.log)
-        self.source = Source()
-        self.served: list[tuple[int, str]] = []  # (trainer's step, engine's version) of each evaluation request
-        self.schedule = schedule_of(
-            config, num_rollout=config.rollout.num_rollout or 0, steps_per_epoch=steps_per_epoch
-        )
-
-    @asynccontextmanager
-    async def loop(self, state: Mapping[str, Any] | None = None) -> AsyncIterator[TrainingLoop]:
-        config, limits = self.config, Limits(8, 64)
-        ledger = RolloutLedger(
-            batch_size=2, max_staleness=config.rollout.max_staleness, num_rollout=self.schedule.num_rollout
-        )
-        rollout = Rollout(config, ledger, RolloutParts(self.fleet, self.source, reward, Tokens(), self.sink, limits))  # type: ignore[arg-type]
-        transfer = DiskTransfer(self.trainer)  # type: ignore[arg-type]
-        publish = PublishParts(self.fleet, self.trainer, transfer, MemoryJournal(), Debts(), self.sink)  # type: ignore[arg-type]
-        pause_mode = config.publication.pause_mode or "drain"
-        publisher = Publisher(config.publication, publish, session="0" * 32, mode=pause_mode)
-        evaluation = None
-        async with anyio.create_task_group() as work:
-            if self.schedule.eval_interval is not None:
-                parts = EvaluationParts(
-                    self.fleet, self.trainer, self._judge, Tokens(), self.sink, limits, [_prompt(0)]
-                )  # type: ignore[arg-type]
-                evaluation = Evaluation(config, parts)
-            loop = TrainingLoop(
-                config,
-                self.schedule,
-                LoopParts(
-                    rollout,
-                    self.fleet,
-                    self.trainer,  # type: ignore[arg-type]
-                    publisher,
-                    evaluation,
-                    Checkpointing(self.store, self.trainer),  # type: ignore[arg-type]
-                    self.sink,
-                    Snapshots(),
-                    dict,
-                ),
-                background=work,
-            )
-            if state is not None:
-                loop.restore(state)
-            self._loop = loop
-            with anyio.fail_after(20):
-                yield loop
-            work.cancel_scope.cancel()
-
-    async def _judge(self, _prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> list[float]:
-        self.served.append((self._loop.step, str(completions[0].oldest_version)))
-        return [1.0 for _ in texts]
-
-    async def run(self, state: Mapping[str, Any] | None = None) -> TrainingLoop:
-        async with self.loop(state) as loop:
-            await loop.begin()
-            while await loop.one_step() is not None:
-                pass
-            return loop
-
-
-TIS = {"use_tis": True}
-EVAL = {"eval_prompt_data": "e", "sampled": False, "logprob_check_samples": 0}
+from hybridasync.config.pipeline import resolve
+from hybridasync.errors import CheckpointError, NotSent
+from hybridasync.types import Completion, WeightSnapshot
 
 
 @pytest.mark.parametrize(("interval", "publications"), [(1, 21), (2, 11)])
@@ -203,17 +26,6 @@ async def test_c29_twenty_steps_are_21_or_11_publications(interval: int, publica
     assert loop.publications == publications == len(bench.sink.publications)
     assert [result.version for result in bench.sink.publications] == list(range(0, 21, interval))
     assert bench.server.version == "20"
-
-
-async def test_c29_every_evaluation_is_of_the_weights_of_its_step() -> None:
-    """C29, R9, R55: interval 2 with an evaluation each 5: 13 publications, and each answer is of the step's version."""
-    bench = Bench(
-        recipe(20, publication={"update_weights_interval": 2}, eval={**EVAL, "eval_interval": 5}, algorithm=TIS)
-    )
-    loop = await bench.run()
-    assert len(bench.sink.publications) == 13
-    assert [(result.step, result.version) for result in loop.evaluations] == [(s, s) for s in (0, 5, 10, 15, 20)]
-    assert all(served == str(step) for step, served in bench.served if step % 5 == 0)
 
 
 async def test_r11_a_skipped_step_touches_nothing_on_the_rollout_side() -> None:
@@ -230,67 +42,16 @@ async def test_r11_a_skipped_step_touches_nothing_on_the_rollout_side() -> None:
     assert control == [[], cycle, [], cycle]
 
 
-async def test_r50_r54_evaluation_before_the_first_step_and_awaited_after_the_last() -> None:
-    """R50, R54: the first result is of step 0; the loop ends only when the last one is in; both can be left out."""
-    bench = Bench(recipe(4, eval={**EVAL, "eval_interval": 2}))
-    assert [result.step for result in (await bench.run()).evaluations] == [0, 2, 4]
-    skipped = Bench(recipe(4, eval={**EVAL, "eval_interval": 3, "skip_eval_before_train": True}))
-    assert [result.step for result in (await skipped.run()).evaluations] == [3]
-    at_end = Bench(recipe(4, eval={**EVAL, "eval_interval": 3, "eval_at_end": True}))
-    assert [result.step for result in (await at_end.run()).evaluations] == [0, 3, 4]
-
-
-async def test_r51_an_evaluation_is_sent_before_sampling_goes_on() -> None:
-    """R51: pause, swap, resume, evaluation, and only then the prompts that waited for the publication."""
-    bench = Bench(recipe(4, eval={**EVAL, "eval_interval": 1}, rollout={"max_staleness": 1}, algorithm=TIS))
-    answer = bench.server.generate
-
-    async def told(rid: str, ids: Sequence[int], params: Any) -> tuple[Completion, ...]:
-        bench.log.append("rollout" if params.temperature else "evaluation")
-        return await answer(rid, ids, params)
-
-    bench.server.generate = told  # type: ignore[method-assign]
+async def test_r114_u8_skipped_publications_show_in_the_version_lag() -> None:
+    """R114, U8: interval 2, no steps ahead: K - 1 versions older after each skipped step, in partitions no lag."""
+    bench = Bench(recipe(4, publication={"update_weights_interval": 2}, algorithm=TIS))
     await bench.run()
-    ends = [index for index, entry in enumerate(bench.log) if entry == "engine-0 end"]
-    assert len(ends) == 5
-    for end in ends:
-        assert next(entry for entry in bench.log[end:] if entry in ("rollout", "evaluation")) == "evaluation"
-
-
-async def test_r52_the_wait_for_an_evaluation_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R52, R54: an evaluation that hangs is waited for before the next publication and at the end, then warned of."""
-    assert training.EVAL_WAIT_S == 1800
-    monkeypatch.setattr(training, "EVAL_WAIT_S", 0.05)
-    evaluation = {**EVAL, "eval_interval": 1, "skip_eval_before_train": True}
-    bench = Bench(recipe(2, eval=evaluation, publication={"pause_mode": "retract"}))
-    answer = bench.server.generate
-
-    async def hangs(rid: str, ids: Sequence[int], params: Any) -> tuple[Completion, ...]:
-        if params.temperature == 0:
-            await anyio.sleep_forever()
-        return await answer(rid, ids, params)
-
-    bench.server.generate = hangs  # type: ignore[method-assign]
-    loop = await bench.run()
-    assert (loop.step, loop.evaluations, bench.sidecar.paused_by) == (2, [], None)
-    assert bench.sink.names().count("evaluation_overdue") == 2
-
-
-async def test_r53_an_evaluation_that_fails_leaves_the_engine_running() -> None:
-    """R53: every evaluation request is refused: it is logged, the engine was resumed, all steps are trained."""
-    bench = Bench(recipe(2, eval={**EVAL, "eval_interval": 1}, rollout={"max_retries": 0}))
-    answer = bench.server.generate
-
-    async def greedy_fails(rid: str, ids: Sequence[int], params: Any) -> tuple[Completion, ...]:
-        if params.temperature == 0:
-            raise Rejected("engine-0", "generate", 400)
-        return await answer(rid, ids, params)
-
-    bench.server.generate = greedy_fails  # type: ignore[method-assign]
-    loop = await bench.run()
-    assert (loop.step, loop.evaluations) == (2, [])
-    assert bench.sink.names().count("evaluation_failed") == 3
-    assert bench.sidecar.paused_by is None
+    lags = [(metrics["partition_lag_max"], metrics["version_lag_max"]) for _, metrics in bench.sink.steps]
+    assert lags == [(0, 0), (0, 1), (0, 0), (0, 1)]
+    ahead = Bench(recipe(4, rollout={"max_staleness": 1}, algorithm=TIS))
+    await ahead.run()
+    assert max(metrics["partition_lag_max"] for _, metrics in ahead.sink.steps) == 1
+    assert all(metrics["version_lag_max"] <= metrics["partition_lag_max"] for _, metrics in ahead.sink.steps)
 
 
 async def test_r30_workers_hear_of_each_publication_whether_engines_serve_it() -> None:
@@ -363,27 +124,6 @@ async def test_c53_the_row_of_a_step_is_on_disk_before_its_checkpoint() -> None:
     took = [metrics["checkpoint_s"] for _, metrics in bench.sink.steps]
     assert [seconds > 0 for seconds in took] == [False, False, True, False]
     assert all(metrics["step_s"] >= metrics["checkpoint_s"] for _, metrics in bench.sink.steps)
-
-
-async def test_an_evaluation_that_was_cut_off_is_made_again_after_a_resume() -> None:
-    """A checkpoint knows of an evaluation under way: the same weights are evaluated before the next step."""
-    first = Bench(recipe(4, eval={**EVAL, "eval_interval": 2}, checkpoint={"save_interval": 2}))
-    answer = first.server.generate
-
-    async def hangs(rid: str, ids: Sequence[int], params: Any) -> tuple[Completion, ...]:
-        if params.temperature == 0 and first.log.count("train 1"):
-            await anyio.sleep_forever()
-        return await answer(rid, ids, params)
-
-    first.server.generate = hangs  # type: ignore[method-assign]
-    async with first.loop() as loop:
-        await loop.begin()
-        for _ in range(2):
-            await loop.one_step()
-    assert [result.step for result in first.sink.evaluations] == [0]
-    second = Bench(first.config)
-    await second.run(first.store.states[2])
-    assert [(result.step, result.version) for result in second.sink.evaluations] == [(2, 2), (4, 4)]
 
 
 async def test_c19_at_staleness_zero_the_three_modes_train_on_the_same_samples() -> None:
@@ -481,15 +221,6 @@ async def test_an_adaptive_interval_grows_with_what_publications_cost() -> None:
     assert [row["publish_interval"] for _, row in bench.sink.steps] == [3.0] * 12
 
 
-async def test_r9_an_adaptive_interval_never_evaluates_unpublished_weights() -> None:
-    """R9, R55: evaluations each 5 steps publish first whatever K is, and K counts on from there."""
-    bench = Bench(recipe(12, publication=AUTO, algorithm=TIS, eval={**EVAL, "eval_interval": 5}))
-    slow_exports(bench)
-    loop = await bench.run()
-    assert [result.version for result in bench.sink.publications] == [0, 1, 4, 5, 8, 10, 12]
-    assert [(result.step, result.version) for result in loop.evaluations] == [(0, 0), (5, 5), (10, 10)]
-
-
 async def test_a_resumed_run_keeps_its_adaptive_interval() -> None:
     """The interval and its measurements are in the checkpoint; the publication at the resume counts from there."""
     first = Bench(recipe(12, publication=AUTO, algorithm=TIS))
@@ -509,16 +240,10 @@ async def test_a_resumed_run_keeps_its_adaptive_interval() -> None:
     assert [result.version for result in fixed.sink.publications] == [5, 8, 12]
 
 
-@pytest.mark.parametrize(("wanted", "steps"), [(True, [0, 2]), (False, [])])
-async def test_r120_the_cache_is_cleared_after_steps_that_do_not_publish(wanted: bool, steps: list[int]) -> None:
-    """R120: with interval 2 after steps 0 and 2 of 5, once each, and only where that is asked for."""
-    publication = {"update_weights_interval": 2, "clear_cache_on_skipped_steps": wanted}
-    bench = Bench(recipe(5, publication=publication, algorithm=TIS))
-    seen = []
-    async with bench.loop() as loop:
-        await loop.begin()
-        for step in range(5):
-            before = bench.trainer.cleared
-            await loop.one_step()
-            seen += [step] * (bench.trainer.cleared - before)
-    assert seen == steps
+async def test_r9_an_adaptive_interval_never_evaluates_unpublished_weights() -> None:
+    """R9, R55: evaluations each 5 steps publish first whatever K is, and K counts on from there."""
+    bench = Bench(recipe(12, publication=AUTO, algorithm=TIS, eval={**EVAL, "eval_interval": 5}))
+    slow_exports(bench)
+    loop = await bench.run()
+    assert [result.version for result in bench.sink.publications] == [0, 1, 4, 5, 8, 10, 12]
+    assert [(result.step, result.version) for result in loop.evaluations] == [(0, 0), (5, 5), (10, 10)]

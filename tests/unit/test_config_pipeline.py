@@ -81,7 +81,7 @@ def test_sync_waits_and_publishes_every_step() -> None:
 
 
 def test_c38_zero_kl_is_no_kl() -> None:
-    """C38, R18-R20: with coefficient 0, number or text, no reference is asked for, named or loaded."""
+    """C38, R18-R20, R23: with coefficient 0, number or text, no reference is asked for, named or loaded."""
     for coefficient in ("0", "0.0", '"0.0"'):
         resolved = run("algorithm.use_kl_loss=true", f"algorithm.kl_loss_coef={coefficient}", "model.ref_load=missing")
         assert written(resolved) == {
@@ -164,6 +164,13 @@ def test_r31_the_policy_is_its_own_old_policy_by_itself_only_in_fully_async() ->
     assert run(ASYNC, STALE, TIS, "optimizer.global_batch_size=32").config.algorithm.true_on_policy_mode is False
     assert run(ASYNC, STALE, ROLLOUT).config.algorithm.true_on_policy_mode is False
     assert run(ASYNC, STALE, TIS, "algorithm.true_on_policy_mode=false").config.algorithm.true_on_policy_mode is False
+
+
+def test_r16_r17_the_interval_is_one_setting_and_costs_one_update_of_age() -> None:
+    """R16, R17: K is 1 unless set, going back is that one setting, and K = 2 makes samples one update older at most."""
+    assert run().config.publication.update_weights_interval == 1
+    assert run(TWO, TIS, "publication.update_weights_interval=1").config == run(TIS).config
+    assert [run(TIS, *more).bounds.max_version_lag for more in ((), (TWO,), (TWO, STALE))] == [0, 1, 2]
 
 
 def test_old_log_probs_have_one_source() -> None:

@@ -49,7 +49,7 @@ def test_one_of_the_two_lengths_will_do() -> None:
 
 
 def test_c30_small_data_sets_remainders_and_clamps() -> None:
-    """C30 (a)-(d), (f): each number is the promised one, each error shows the numbers behind it."""
+    """C30 (a)-(d), (f), R40: each number is the promised one, each error shows the numbers behind it."""
     assert resolve_sizing(config(4, num_rollout=5), 3)[:2] == (5, None)
     assert "3 < 4" in refusal(config(4, num_epoch=2), 3)
     assert resolve_sizing(config(4, num_epoch=2, num_rollout=3), 10)[:2] == (3, 2)
@@ -84,7 +84,7 @@ def test_r39_without_a_global_data_set_nobody_asks_for_its_size() -> None:
 
 
 def test_u5_a_tail_is_named_or_refused() -> None:
-    """U5: prompts that don't fill an epoch's last step are named in one warning, or refused with strict_epochs."""
+    """U5, R46: prompts that don't fill an epoch's last step are named in one warning, or refused with strict_epochs."""
     given_ = config(4, num_epoch=2)
     sizing = resolve_sizing(given_, 10)
     (warning,) = sizing_warnings(given_, sizing, 10)
@@ -126,7 +126,7 @@ def test_the_resolved_numbers_are_one_line() -> None:
     epochs=st.none() | st.integers(1, 5),
 )
 def test_r45_sizing_twice_changes_nothing(size: int, batch: int, steps: int | None, epochs: int | None) -> None:
-    """R45: the resolved numbers resolve to themselves, and never exceed a cap that the user gave."""
+    """R45, U4: the resolved numbers resolve to themselves, and never exceed a cap that the user gave."""
     given_ = config(batch, num_rollout=steps, num_epoch=epochs)
     try:
         first = resolve_sizing(given_, size)
