@@ -29,9 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the engin
 import anyio
 import torch
 import torch.distributed as dist
-from measure import Foreign, Spread, print_table, write_results
+from plain import print_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hybridasync.bench.measure import Foreign, Spread, write_results
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
 from hybridasync.data.smollm2 import prepare
@@ -263,7 +264,8 @@ def main() -> None:
     print(f"\ndelta / full: {share} % of the bytes; {result['deltas']} of {result['publications']} were deltas")
     print(f"the trainer's copy: {result['published_copy_mib']:.0f} MiB")
     print(f"engine's weights not the trainer's after publications: {result['unequal'] or 'none'}")
-    write_results(options.out, "delta", [result])
+    if options.out is not None:
+        write_results(options.out, "delta", [result])
     if result["unequal"]:
         raise SystemExit(1)
 

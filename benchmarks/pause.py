@@ -7,6 +7,7 @@ where nothing is staged (publication.staged = false).
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Mapping
@@ -18,9 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the engin
 
 import anyio
 import torch
-from measure import Foreign, Spread, arguments, print_table, write_results
+from plain import print_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hybridasync.bench.measure import Foreign, Spread, write_results
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import replace, resolve
 from hybridasync.drivers.fleet import Engine, Fleet
@@ -138,8 +140,12 @@ async def measure(name: str, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, [name for name in SHAPES if name != "quick"])
-    parser.set_defaults(rounds=20)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shapes = [name for name in SHAPES if name != "quick"]
+    parser.add_argument("--shapes", nargs="+", choices=shapes, default=shapes, help="default: all")
+    parser.add_argument("--rounds", type=int, default=20, help="publications of each shape (default 20)")
+    parser.add_argument("--out", type=Path, help="file for the results, JSON")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it works")
     options = parser.parse_args()
     results = []
     for name in ["quick"] if options.quick else options.shapes:
@@ -151,7 +157,8 @@ def main() -> None:
             for part in PARTS
         ]
         print_table(("", "staged", "load"), rows)
-    write_results(options.out, "pause", results)
+    if options.out is not None:
+        write_results(options.out, "pause", results)
     pauses = [f"{1000 * result['staged']['pause_s'].median:.1f} ms ({result['shape']})" for result in results]
     print(f"\npause, staged: {', '.join(pauses)}")
 

@@ -140,3 +140,34 @@ def test_help_says_what_is_measured(command: str) -> None:
     said = bench(command, "--help")
     assert "--out" in said
     assert "minute" in said
+
+
+def script(name: str, *arguments: str) -> dict[str, Any]:
+    """The one result of a script of benchmarks/ in its smallest form."""
+    out = Path(arguments[-1])
+    run(sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--out", str(out))
+    return only_result(out, name)
+
+
+def test_the_pause_is_measured_with_real_engines(tmp_path: Path) -> None:
+    """Staged and loaded publications of two snapshots in turn, each part of the pause apart."""
+    result = script("pause", str(tmp_path / "pause.json"))
+    for way in ("staged", "loaded"):
+        assert set(result[way]) == {f"{part}_s" for part in ("stage", "wait", "transfer", "verify", "resume", "pause")}
+        assert result[way]["pause_s"]["median"] > 0
+
+
+def test_deltas_of_a_real_trainer_arrive_to_the_last_bit(tmp_path: Path) -> None:
+    """Five Adam steps in bf16: each a delta smaller than everything, each verified, and the last against it whole."""
+    result = script("delta", str(tmp_path / "delta.json"))
+    assert (result["publications"], result["deltas"], result["unequal"]) == (5, 5, [])
+    assert 0 < result["bytes_share"]["high"] < 1
+
+
+def test_memory_is_followed_over_the_steps_of_a_run(tmp_path: Path) -> None:
+    """A short run; trainer, engine and controller have a first and a last value and a slope."""
+    result = script("memory", str(tmp_path / "memory.json"))
+    assert result["steps"] == 8 and set(result["roles"]) == {
+        f"{role}_rss_mib" for role in ("trainer", "rollout", "controller")
+    }
+    assert all(role["first"] > 0 for role in result["roles"].values())

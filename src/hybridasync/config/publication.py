@@ -58,8 +58,8 @@ class PublicationSection(Section):
     clear_cache_on_skipped_steps: bool = Field(
         default=False,
         description=(
-            "empty the trainer's CUDA allocator cache after steps that don't publish, as a publication does: lower "
-            "peak of reserved memory, some time"
+            "empty the trainer's CUDA allocator cache after each step that doesn't publish, and in each publication: "
+            "a lower peak of reserved memory for some time"
         ),
     )
     pause_mode: Literal["drain", "retract", "abort"] | None = Field(
