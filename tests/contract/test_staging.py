@@ -51,8 +51,11 @@ async def stage(client: httpx.AsyncClient, path: Path, status: int = 200, *, ver
 
 
 async def switch(client: httpx.AsyncClient, status: int = 200, *, version: str = "1") -> str:
-    answer = await post(client, "/install_staged_weights", status, weight_version=version)
-    return str(answer.json()["message"])
+    answer = (await post(client, "/install_staged_weights", status, weight_version=version)).json()
+    if status == 200:
+        read = (await post(client, "/weights_checker")).json()
+        assert {**answer, "message": ""} == {**read, "message": ""} and answer["weight_version"] == version
+    return str(answer["message"])
 
 
 async def test_staging_changes_nothing_before_the_switch(target: Target, client: httpx.AsyncClient) -> None:

@@ -274,3 +274,20 @@ async def test_what_is_read_back_is_of_one_moment_where_the_server_says_so(
     fake.bodies["/weights_checker"] = {**answer, "weight_version": "6"}
     assert await engine.read_back() == ("6", {"a": "1"})
     assert [path for path, _ in fake.calls][2:] == ["/weights_checker"]
+
+
+async def test_the_answer_of_a_switch_is_the_reading_back(fake: FakeEngine, engine: SglangServer) -> None:
+    """What the engine says of its weights right after it switched is asked for once; after that it is asked anew."""
+    fake.can_stage, fake.version = True, "3"
+    served = {"success": True, "ranks": [{"checksums": {"a": "1"}}], "weight_version": "3"}
+    fake.bodies["/install_staged_weights"] = served
+    fake.bodies["/weights_checker"] = {**served, "weight_version": "9"}
+    await engine.stage(SNAPSHOT)
+    await engine.update_weights(SNAPSHOT)
+    assert await engine.read_back() == ("3", {"a": "1"})
+    assert await engine.read_back() == ("9", {"a": "1"})
+    assert [path for path, _ in fake.calls] == ["/stage_weights", "/install_staged_weights", "/weights_checker"]
+    await engine.stage(SNAPSHOT)
+    await engine.update_weights(SNAPSHOT)
+    await engine.moved(engine.base_url)
+    assert await engine.read_back() == ("9", {"a": "1"})

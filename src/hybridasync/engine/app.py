@@ -154,8 +154,10 @@ async def _stage(service: EngineService, request: Request) -> Response:
 
 
 async def _install_staged(service: EngineService, request: Request) -> Response:
-    """Not SGLang's."""
-    return outcome(*await service.install_staged(await _body(request, schema.InstallStagedBody)))
+    """Not SGLang's. The answer has what `/weights_checker` would say now: a publication needn't ask once more."""
+    success, message = await service.install_staged(await _body(request, schema.InstallStagedBody))
+    served = await service.check_weights(None) if success else {}
+    return JsonResponse({**served, "success": success, "message": message}, status_code=200 if success else 400)
 
 
 async def _begin_update(service: EngineService, request: Request) -> Response:

@@ -90,6 +90,7 @@ class SglangServer:
         self._samples: dict[str, int] = {}  # requests that may be running there → samples of each
         self._can_stage = True  # until it says that it has no such route
         self._staged: int | None = None  # the version that it has prepared
+        self._installed: Any = None  # what it said of its weights right after it switched to them
         self._connect(base_url)
 
     async def __aenter__(self) -> Self:
@@ -102,7 +103,7 @@ class SglangServer:
 
     async def moved(self, base_url: str) -> None:
         """The engine was started anew, perhaps at another address. Nothing may be under way to the old one."""
-        self._can_stage, self._staged = True, None
+        self._can_stage, self._staged, self._installed = True, None, None
         if base_url != self.base_url:
             await self._close()
             self._connect(base_url)
@@ -175,11 +176,11 @@ class SglangServer:
         After *any* error the weights have to be verified: SGLang answers 400 also when it loaded the weights but
         couldn't flush the cache, and an engine may be left half updated.
         """
-        staged, self._staged = self._staged == snapshot.version, None
+        staged, self._staged, self._installed = self._staged == snapshot.version, None, None
         body = _closing(str(snapshot.version))
         if staged:
             try:
-                await self._post("update_weights", "/install_staged_weights", body)
+                self._installed = await self._post("update_weights", "/install_staged_weights", body)
             except Rejected:  # it has been started anew, say
                 if snapshot.base_version is not None:  # what lies at the path is not complete
                     raise
@@ -268,8 +269,8 @@ class SglangServer:
         return self._sums_in(await self._check_weights())
 
     async def read_back(self) -> tuple[str, Mapping[str, str]]:
-        """Version and checksums. The embedded engine says both at once, of the same moment."""
-        answer = await self._check_weights()
+        """Version and checksums. The embedded engine says both at once, and right after a switch in its answer."""
+        answer, self._installed = self._installed or await self._check_weights(), None
         sums = self._sums_in(answer)
         version = answer.get("weight_version")
         return version if isinstance(version, str) else await self.weight_version(), sums
@@ -303,10 +304,11 @@ class SglangServer:
             return False
         return True
 
-    async def _post(self, operation: str, path: str, body: Mapping[str, object]) -> None:
+    async def _post(self, operation: str, path: str, body: Mapping[str, object]) -> Mapping[str, Any]:
         answer = await self._control.call_json(operation, "POST", path, json=body)
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise RemoteProtocolError(self.name, operation, f"success isn't true in {answer!r}")
+        return answer
 
     def _connect(self, base_url: str) -> None:
         control_s, request_s = self._timeouts
