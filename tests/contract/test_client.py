@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import anyio
 import pytest
 from tests.contract.kit import CONTEXT, PROMPT, Target, until
-from tests.engine_models import EOS, reference_logprobs
+from tests.engine_models import EOS, VOCAB, reference_logprobs
 
 from hybridasync.errors import Rejected
 from hybridasync.runtime.sglang_launch import RESERVED_TOKENS
@@ -40,6 +40,31 @@ async def test_c43_a_group_has_the_log_probs_of_its_temperature(target: Target, 
         reference = reference_logprobs(target.models["default"], PROMPT, list(sample.output_ids), 0.7)
         assert sample.logprobs == pytest.approx(reference, abs=3e-5)
         assert sample.finish_reason == ("stop" if sample.output_ids[-1] == EOS else "length")
+
+
+async def test_c45_ids_log_probs_and_spans_line_up_however_a_sample_ends(target: Target, server: SglangServer) -> None:
+    """C45: stopped, cut and interrupted samples: the log-prob at i is that of id i after the ids before it."""
+
+    async def stop() -> None:
+        async def under_way() -> bool:
+            return await server.in_flight() > 0
+
+        await until(under_way)
+        await server.abort("interrupted")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stop)
+        samples = list(await server.generate("interrupted", PROMPT, SamplingParams(1500, temperature=0.7, n=8)))
+    samples += await server.generate("cut", PROMPT, SamplingParams(3, temperature=0.7, n=4))
+    every_token = tuple(range(VOCAB))
+    samples += await server.generate("stopped", PROMPT, SamplingParams(3, temperature=0.7, stop_token_ids=every_token))
+    assert {sample.finish_reason for sample in samples} == {"abort", "length", "stop"}
+    assert len(samples[-1].output_ids) == 1
+    for sample in samples:
+        ids = list(sample.output_ids)
+        assert len(sample.logprobs) == len(ids) == sum(span.end - span.start for span in sample.spans)
+        reference = reference_logprobs(target.models["default"], PROMPT, ids, 0.7)
+        assert sample.logprobs == pytest.approx(reference, abs=1e-4)
 
 
 async def test_c46_a_stop_at_the_limit_is_a_stop(server: SglangServer) -> None:

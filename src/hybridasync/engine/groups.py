@@ -68,6 +68,6 @@ class UpdateGroups:
             named = unflatten(flat, announced.names, announced.dtypes, shapes=announced.shapes)
             for part in [flat] if flattened else [tensor for _, tensor in named]:
                 start_broadcast(group, part).wait()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:  # TypeError: a size beyond what fits into 64 bits
             raise GroupError(str(error)) from error
         return named
