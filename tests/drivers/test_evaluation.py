@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from hybridasync.drivers.generation import Limits
 from hybridasync.errors import EngineError, RewardError
 from hybridasync.types import Completion, Prompt, SamplingParams
 
-PROMPTS = tuple(Prompt(uid, uid, 0, "eval", (1, 2, 3), "p", "l") for uid in range(3))
+PROMPTS = tuple(Prompt(uid, uid, 0, "eval", (1, 2, 3), "p", "l") for uid in range(5))
 
 
 class Tokens:
@@ -27,7 +27,14 @@ class Tokens:
 class Bench:
     """One fake engine. `fails_at` is the request, counted from 0, from which on it fails."""
 
-    def __init__(self, *, fails_at: int | None = None, reward_fails: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        fails_at: int | None = None,
+        reward_fails: bool = False,
+        prompts: int = 3,
+        correct: Container[int] = range(9),
+    ) -> None:
         self.fleet, (server,), _ = make_fleet(World(), 1)
         self.fleet.engines[0].state.verified(0)
         self.sink = RecordingSink()
@@ -42,14 +49,16 @@ class Bench:
                 raise EngineError("engine-0", "generate", "connection reset")
             return (completion(2),)
 
-        async def reward(_prompt: Prompt, texts: Sequence[str], _completions: Sequence[Completion]) -> list[float]:
+        async def reward(prompt: Prompt, texts: Sequence[str], _completions: Sequence[Completion]) -> list[float]:
             if reward_fails:
                 raise RewardError("no judge")
-            return [1.0] * len(texts)
+            return [float(prompt.uid in correct)] * len(texts)
 
         self._server = server
         server.reply = reply
-        parts = EvaluationParts(self.fleet, FakeTrainer(), reward, Tokens(), self.sink, Limits(8, 32), PROMPTS)
+        parts = EvaluationParts(
+            self.fleet, FakeTrainer(), reward, Tokens(), self.sink, Limits(8, 32), PROMPTS[:prompts]
+        )
         self.evaluation = Evaluation(config, parts)
 
     def requests(self) -> list[SamplingParams]:
@@ -70,12 +79,21 @@ async def test_an_evaluation_is_filed_under_its_step() -> None:
     assert (result.step, result.accuracy, result.prompts) == (0, 1.0, 3)
 
 
+async def test_c30_an_odd_set_is_scored_whole_and_nothing_twice() -> None:
+    """C30 (e): five held-out prompts are five greedy requests, and the accuracy is a mean over five."""
+    bench = Bench(prompts=5, correct=(0, 3))
+    await bench.in_background()
+    (result,) = bench.sink.evaluations
+    assert (result.prompts, result.accuracy) == (5, 0.4)
+    assert sum(params.temperature == 0 for params in bench.requests()) == 5
+
+
 async def test_weights_stay_for_the_log_prob_check() -> None:
     """R55: requests are out before the check, and the check is over before training is told that it may go on."""
     bench, compared = Bench(), anyio.Event()
     async with anyio.create_task_group() as background:
         await background.start(partial(bench.evaluation.run, 0, compared=compared))
-        assert len(bench.requests()) >= len(PROMPTS) and not compared.is_set()
+        assert len(bench.requests()) >= 3 and not compared.is_set()
         with anyio.fail_after(5):
             await compared.wait()
     (result,) = bench.sink.evaluations

@@ -52,6 +52,14 @@ async def test_a_continuation_keeps_the_seed_of_its_sample() -> None:
     assert [(params.n, params.seeds) for _, params in server.requests] == [(2, (70, 71)), (1, (71,))]
 
 
+async def test_c13_a_continuation_near_the_end_of_the_context() -> None:
+    """C13: prompt 40 in a context of 64, cap 32, interrupted after 10: 24 tokens at first, then 14, never beyond 64."""
+    budget = Limits(32, 64).budget(40)
+    made, requests = await run([completion(10, finish="abort"), completion(14, finish="length")], request(40, budget))
+    assert requests == [(40, 24), (50, 14)]
+    assert len(made[0].output_ids) == 24 and made[0].finish_reason == "length"
+
+
 async def test_c13_an_interruption_exactly_at_the_cap_is_a_finish_by_length() -> None:
     """Aborted after 32 of 32 tokens: no further request, finish reason length."""
     made, requests = await run([completion(32, finish="abort")], request(10, 32))

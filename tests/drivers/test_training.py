@@ -14,6 +14,7 @@ from loop import EVAL, TIS, Bench, recipe
 
 from hybridasync.algorithms.shaping import shaped_reward
 from hybridasync.config.pipeline import resolve
+from hybridasync.config.sizing import resolve_sizing, with_sizing
 from hybridasync.errors import CheckpointError, NotSent
 from hybridasync.types import Completion, WeightSnapshot
 
@@ -173,6 +174,39 @@ async def test_c28_an_explicit_first_step_is_kept() -> None:
             pass
     assert [step for step, _ in bench.sink.steps] == [7, 8]
     assert [result.version for result in bench.sink.publications] == [7, 8, 9]
+
+
+async def test_c30_a_resume_keeps_the_length_of_the_whole_run() -> None:
+    """C30 (f): 8 prompts by 2, two epochs, resumed after step 5: still 8 steps, and the last one has its checkpoint."""
+    asked = recipe(20, rollout={"num_epoch": 2}, checkpoint={"save_interval": 5})
+    sized = with_sizing(asked, resolve_sizing(asked, 8))
+    assert sized.rollout.num_rollout == 8
+    first = Bench(sized)
+    async with first.loop() as loop:
+        await loop.begin()
+        for _ in range(5):
+            await loop.one_step()
+    again = Bench(with_sizing(sized, resolve_sizing(sized, 8)))
+    await again.run(first.store.states[5])
+    assert [step for step, _ in again.sink.steps] == [5, 6, 7]
+    assert list(again.store.states) == [8]
+
+
+async def test_a_checkpoint_is_saved_while_engines_go_on() -> None:
+    """Nothing is paused for a save, and rollout requests are answered during it."""
+    bench = Bench(recipe(3, checkpoint={"save_interval": 1}, rollout={"max_staleness": 1}, algorithm=TIS))
+    answered: list[int] = []
+
+    async def save(_path: str) -> None:
+        before = len(bench.server.requests)
+        assert bench.sidecar.paused_by is None
+        await anyio.sleep(0.02)
+        answered.append(len(bench.server.requests) - before)
+
+    bench.trainer.save_checkpoint = save  # type: ignore[method-assign]
+    await bench.run()
+    assert answered[0] > 0
+    assert list(bench.store.states) == [1, 2, 3]
 
 
 async def test_c32_a_full_disk_stops_the_run_or_is_warned_of_as_configured() -> None:

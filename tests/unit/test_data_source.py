@@ -1,4 +1,5 @@
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,12 @@ def test_r118_a_batch_larger_than_the_data_wraps_as_often_as_needed() -> None:
     assert [p.epoch for p in prompts] == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3 + [5]
     orders = {tuple(p.row for p in prompts[start : start + 3]) for start in range(0, 15, 3)}
     assert len(orders) > 1
+
+
+def test_c30_five_batches_of_four_from_three_prompts_are_even() -> None:
+    """C30 (a): N=3, B=4, five steps: 20 draws over epochs, 7, 7 and 6 of each prompt."""
+    counts = Counter(prompt.row for prompt in drawn(PromptStream(dataset(3), seed=1), 20))
+    assert sorted(counts.values()) == [6, 7, 7]
 
 
 @given(size=st.integers(1, 9), before=st.integers(0, 40), after=st.integers(0, 40), shuffle=st.booleans())
