@@ -227,7 +227,7 @@ class Run:
                 if found is not None:
                     assembly.loop.restore(await Checkpointing(store, trainer).restore(found))
                     self.sink.event("resumed", checkpoint=str(found), step=assembly.loop.step)
-                self.sink.rewind(assembly.loop.step)  # also where a killed run had recorded steps but no checkpoint
+                self.sink.begin_at(assembly.loop.step)  # also where a killed run had recorded steps but no checkpoint
                 if assembly.loop.step >= inputs.sizing.num_rollout:
                     cause = f"{assembly.loop.step} steps are done and the run has {inputs.sizing.num_rollout}"
                     self.sink.event("nothing_to_do", level="warning", cause=cause)

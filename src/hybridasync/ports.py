@@ -14,6 +14,7 @@ from hybridasync.types import (
     Completion,
     EvalResult,
     Group,
+    GroupState,
     PauseMode,
     Prompt,
     PublicationResult,
@@ -240,6 +241,10 @@ class MetricSink(Protocol):
     def evaluation(self, result: EvalResult) -> None: ...
 
     def samples(self, step: int, groups: Sequence[Group], advantages: Mapping[int, Sequence[float]]) -> None: ...
+
+    def group(self, uid: int, state: GroupState, **fields: object) -> None:
+        """A group of the rollout has come to `state`."""
+        ...
 
     def event(self, name: str, /, **fields: object) -> None: ...
 

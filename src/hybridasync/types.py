@@ -14,6 +14,7 @@ Mode = Literal["sync", "hybrid", "fully_async"]
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["retract", "abort", "in_place", "drain"]
 PublicationKind = Literal["full", "delta"]
+GroupState = Literal["in_flight", "complete", "filtered", "dropped", "trained"]
 SidecarState = Literal["running", "pausing", "paused", "ending", "recovery_required", "down"]
 
 

@@ -15,6 +15,7 @@ from hybridasync.types import (
     Completion,
     EvalResult,
     Group,
+    GroupState,
     PauseMode,
     PublicationResult,
     SamplingParams,
@@ -204,6 +205,7 @@ class RecordingSink:
         self.publications: list[PublicationResult] = []
         self.evaluations: list[EvalResult] = []
         self.steps: list[tuple[int, dict[str, float]]] = []
+        self.groups: list[tuple[int, GroupState, dict[str, object]]] = []
         self.synced = 0  # steps that were on disk by then
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -217,6 +219,9 @@ class RecordingSink:
 
     def samples(self, step: int, groups: Sequence[Group], advantages: Mapping[int, Sequence[float]]) -> None:
         return None
+
+    def group(self, uid: int, state: GroupState, **fields: object) -> None:
+        self.groups.append((uid, state, fields))
 
     def event(self, name: str, /, **fields: object) -> None:
         self.events.append((name, fields))

@@ -215,6 +215,27 @@ async def test_an_empty_completion_is_an_answer_too() -> None:
     assert [s.text for s in batch[0].samples] == ["", ""]
 
 
+async def test_every_group_has_its_states_on_record() -> None:
+    """In flight, complete, trained; or filtered; or dropped with the reason: each group comes to exactly one end."""
+
+    async def reward(prompt: Prompt, texts: Sequence[str], _completions: Sequence[Completion]) -> list[float]:
+        if prompt.uid == 1:
+            raise RewardError("no judge")
+        return [1.0, 1.0] if prompt.uid == 2 else [1.0, 0.0]
+
+    bench = Bench(reward, steps=1, filter_zero_variance=True)
+    await bench.take(1)
+    states: dict[int, list[str]] = {}
+    for uid, state, _ in bench.sink.groups:
+        states.setdefault(uid, []).append(state)
+    assert states.pop(1) == ["in_flight", "dropped"]
+    assert states.pop(2) == ["in_flight", "filtered"]
+    assert states == {key: ["in_flight", "complete", "trained"] for key in (0, 3, 4, 5)}
+    reasons = [fields["reason"] for _, state, fields in bench.sink.groups if state == "dropped"]
+    assert reasons == ["no judge"]
+    assert [fields for _, state, fields in bench.sink.groups if state == "trained"] == [{"step": 0}] * 4
+
+
 async def test_r113_a_batch_that_is_long_in_coming_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """R113: training waits past the limit (60 s): one warning with what is in flight, then the batch."""
     assert rollout.BATCH_STALL_S == 60

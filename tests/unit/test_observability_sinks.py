@@ -74,6 +74,32 @@ def test_run_sinks_are_a_metric_sink(tmp_path: Path) -> None:
     assert rows(tmp_path / "events.jsonl")[0]["name"] == "fields may be called name"
 
 
+def test_the_record_of_groups_is_never_rewritten(tmp_path: Path) -> None:
+    """groups.jsonl is appended to over starts: what a start makes again stands after its own row."""
+    with_step = {"loss": 1.0}
+    first = make_sinks(tmp_path)
+    first.begin_at(0)
+    first.group(0, "in_flight", partition=0)
+    first.group(0, "trained", step=0)
+    first.step(0, with_step)
+    first.group(1, "in_flight", partition=1)
+    first.sync()
+    first.close()
+    second = make_sinks(tmp_path)
+    second.begin_at(0)
+    second.group(0, "in_flight", partition=0)
+    second.close()
+    assert rows(tmp_path / "groups.jsonl") == [
+        {"completed": 0},
+        {"uid": 0, "state": "in_flight", "partition": 0},
+        {"uid": 0, "state": "trained", "step": 0},
+        {"uid": 1, "state": "in_flight", "partition": 1},
+        {"completed": 0},
+        {"uid": 0, "state": "in_flight", "partition": 0},
+    ]
+    assert rows(tmp_path / "metrics.jsonl") == []
+
+
 def test_c53_the_step_column_strictly_increases_over_a_resume(tmp_path: Path) -> None:
     """A run that got to step 7 and resumes at step 5 leaves one row for each step, that of the resumed run."""
     first = make_sinks(tmp_path)

@@ -59,7 +59,9 @@ class Rollout:
                         self._ledger.exhausted = True
                         self._changed.notify()
                         break
-                    groups.start_soon(self._produce, prompt, self._ledger.admit(prompt))
+                    partition = self._ledger.admit(prompt)
+                    self._parts.sink.group(prompt.uid, "in_flight", partition=partition)
+                    groups.start_soon(self._produce, prompt, partition)
                 if not await self._changed_within(full_since + patience):
                     patience = next_place_warning_s(patience)
                     if self._ledger.wants_more:  # else all groups of the run are admitted
@@ -73,6 +75,8 @@ class Rollout:
             if isinstance(batch, Starved):
                 raise DataError(_starved_text(batch, self._config))
             if batch is not None:
+                for group in batch:
+                    self._parts.sink.group(group.prompt.uid, "trained", step=step)
                 return batch
             if not await self._changed_within(started + patience):
                 self._stalled("batch_stalled", started, step=step)
@@ -115,6 +119,7 @@ class Rollout:
             algorithm = self._config.algorithm
             wanted = has_signal(group, self._config) or not (algorithm.filter_zero_variance and algorithm.refill)
             self._ledger.completed(group, keep=wanted)
+            self._parts.sink.group(prompt.uid, "complete" if wanted else "filtered")
             self.counts["groups_filtered"] += not wanted
         self._changed.notify()
 
@@ -164,6 +169,7 @@ class Rollout:
         self.counts["groups_dropped"] += 1
         fields = {"uid": prompt.uid, "cause": str(error), "kind": type(error).__name__}
         self._parts.sink.event("group_dropped", level="warning", **fields)
+        self._parts.sink.group(prompt.uid, "dropped", reason=str(error))
         budget.record(failed=True, times=weight)
         if budget.spent:
             raise error

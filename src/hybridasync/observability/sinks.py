@@ -3,6 +3,7 @@
 metrics.jsonl       one row a training step; `step` is strictly increasing over the whole file, resumes included
 evaluations.jsonl   one row an evaluation, by completed steps
 samples.jsonl       some samples of each step, with reward, advantage and weight versions
+groups.jsonl        every group of the rollout at each of its states; append-only, with a row for each start
 events.jsonl        everything that happened (logs.py)
 metrics.prom        the last step in Prometheus' text format, for node_exporter's textfile collector
 tensorboard/        the same numbers for TensorBoard
@@ -23,7 +24,7 @@ from hybridasync.observability import names
 from hybridasync.observability.jsonl import JsonLines, complain, read, replace_atomically
 from hybridasync.observability.logs import NON_FINITE, EventLog, count_errors
 from hybridasync.observability.tensorboard import TensorBoardFile
-from hybridasync.types import EvalResult, Group, PublicationResult, Sample
+from hybridasync.types import EvalResult, Group, GroupState, PublicationResult, Sample
 
 
 class SinkSettings(Protocol):
@@ -58,6 +59,7 @@ class RunSinks:
         self._metrics = JsonLines(run_dir / "metrics.jsonl", on_first_loss=self._lost)
         self._evaluations = JsonLines(run_dir / "evaluations.jsonl", on_first_loss=self._lost)
         self._samples = JsonLines(run_dir / "samples.jsonl", on_first_loss=self._lost)
+        self._groups = JsonLines(run_dir / "groups.jsonl", on_first_loss=self._lost)
         self._board = TensorBoardFile(run_dir / "tensorboard", on_loss=self._lost) if settings.tensorboard else None
         self._prometheus_lost = 0
         self._last_step = _largest(run_dir / "metrics.jsonl", "step")
@@ -69,8 +71,11 @@ class RunSinks:
     @property
     def lost(self) -> int:
         """Records that couldn't be written."""
-        files = (self._metrics, self._evaluations, self._samples)
-        return self.log.lost + sum(file.lost for file in files) + self._prometheus_lost
+        return self.log.lost + sum(file.lost for file in self._files) + self._prometheus_lost
+
+    @property
+    def _files(self) -> tuple[JsonLines, ...]:
+        return self._metrics, self._evaluations, self._samples, self._groups
 
     def rewind(self, completed: int) -> None:
         """After a resume at `completed` steps: forget the steps and evaluations after it, they are run again."""
@@ -134,6 +139,15 @@ class RunSinks:
             self._samples.append(_sample_row(step, group, group.samples[index]) | {"advantage": advantage})
             self._last_sampled = step
 
+    def group(self, uid: int, state: GroupState, **fields: object) -> None:
+        """The last row of a group says what became of it; one that was trained on after the checkpoint comes again."""
+        self._groups.append({"uid": uid, "state": state, **fields})
+
+    def begin_at(self, completed: int) -> None:
+        """A start after `completed` steps. Groups without an end, and those trained on later, are made again now."""
+        self.rewind(completed)
+        self._groups.append({"completed": completed})
+
     def event(self, name: str, /, **fields: object) -> None:
         """Write an event. Those of level warning and error count as errors of the run."""
         if fields.get("level") in ("warning", "error"):
@@ -141,12 +155,12 @@ class RunSinks:
         self.log.event(name, **fields)
 
     def sync(self) -> None:
-        """The rows of steps, evaluations and samples are on disk."""
-        for file in (self._metrics, self._evaluations, self._samples):
+        """The rows of steps, evaluations, samples and groups are on disk."""
+        for file in self._files:
             file.sync()
 
     def close(self) -> None:
-        for file in (self._metrics, self._evaluations, self._samples):
+        for file in self._files:
             file.close()
         if self._board is not None:
             self._board.close()

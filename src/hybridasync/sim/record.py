@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridasync.sim.engine import FRESH, TORN, token_of
-from hybridasync.types import EvalResult, Group, PublicationResult, TrainBatch
+from hybridasync.types import EvalResult, Group, GroupState, PublicationResult, TrainBatch
 
 
 @dataclass(slots=True)
@@ -56,6 +56,9 @@ class Record:
                 self.violated(f"step {step} trained on partition {group.partition}")
             if len(group.samples) != self.bounds.samples_per_group:
                 self.violated(f"group {group.prompt.uid} has {len(group.samples)} samples")
+
+    def group(self, uid: int, state: GroupState, **fields: object) -> None:
+        return None
 
     def event(self, name: str, /, **fields: object) -> None:
         self.events[name] += 1
