@@ -88,6 +88,15 @@ async def test_c30_an_odd_set_is_scored_whole_and_nothing_twice() -> None:
     assert sum(params.temperature == 0 for params in bench.requests()) == 5
 
 
+async def test_r55_u13_a_result_is_filed_under_the_weights_that_served_it() -> None:
+    """R55, U13: after two steps the engines still serve version 0: the result says 0 and the difference is an event."""
+    bench = Bench()
+    result = await bench.evaluation.run(2)
+    assert result is not None and (result.version, result.step, result.logprob_gap_max) == (0, 2, None)
+    ((name, fields),) = bench.sink.events
+    assert (name, fields["level"], fields["completed"], fields["served"]) == ("evaluation_version", "warning", 2, [0])
+
+
 async def test_weights_stay_for_the_log_prob_check() -> None:
     """R55: requests are out before the check, and the check is over before training is told that it may go on."""
     bench, compared = Bench(), anyio.Event()
