@@ -13,11 +13,13 @@ from tests.worker_kit import one_rank, save_model, tiny_config, tiny_hf
 from hybridasync.engine.model_config import ModelConfig
 from hybridasync.engine.weights import Weights, WeightStore
 from hybridasync.errors import CheckpointError
+from hybridasync.observability import names
 from hybridasync.types import WeightSnapshot
 from hybridasync.weights.delta import DELTA_FILE
 from hybridasync.weights.snapshot import read_tensors
-from hybridasync.worker import export, hf_mapping, model
+from hybridasync.worker import export, hf_mapping, model, parallel
 from hybridasync.worker.published import PublishedCopy
+from hybridasync.worker.service import Worker
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,3 +167,31 @@ def test_known_checksums_are_those_of_what_is_held(tmp_path: Path) -> None:
     second.named["model.norm.weight"].add_(1)
     different = [name for name, value in second.checksums().items() if value != before[name]]
     assert different == ["model.norm.weight"]
+
+
+def test_r120_allocated_and_reserved_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R120: on CUDA both now and at most, in MiB, and the copy for deltas; clearing the cache asks torch for it."""
+    worker = Worker(tiny_config(tmp_path, publication={"delta": True}))
+    assert not any("reserved" in name for name in worker.memory())
+    calls = []
+    for name, value in {
+        "is_available": lambda: True,
+        "memory_allocated": lambda: 3 << 20,
+        "max_memory_allocated": lambda: 4 << 20,
+        "memory_reserved": lambda: 5 << 20,
+        "max_memory_reserved": lambda: 6 << 20,
+        "empty_cache": lambda: calls.append("cleared"),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(parallel, "device", lambda: torch.device("cpu"))
+    memory = {name: value for name, value in worker.memory().items() if not name.startswith("rss")}
+    assert memory == {
+        "published_copy_mib": 0,
+        "allocated_mib": 3,
+        "allocated_peak_mib": 4,
+        "reserved_mib": 5,
+        "reserved_peak_mib": 6,
+    }
+    assert {f"trainer_{name}" for name in memory} <= set(names.METRICS)
+    worker.clear_cache()
+    assert calls == ["cleared"]
