@@ -39,7 +39,7 @@ async def transfer_to_engines(
     config: Config, run_dir: Path, trainer: Trainer, *, sink: MetricSink
 ) -> AsyncIterator[Transfer]:
     """The sender, where the recipe needs one, ends with the block."""
-    if config.publication.transport == "disk":
+    if config.publication.transport == "disk" or config.run.debug_train_only:
         yield transfer_by_disk(config.publication, trainer, sink)
         return
     async with sender_of(config, run_dir) as sender:
