@@ -16,7 +16,8 @@ from hybridasync.types import SamplingParams, VersionSpan, WeightSnapshot
 from hybridasync.weights.checksums import checksums
 from hybridasync.weights.snapshot import read_tensors
 
-LONG = SamplingParams(max_new_tokens=1500, temperature=1.0, n=4)
+LONG = SamplingParams(max_new_tokens=1500, temperature=1.0, n=32)
+"""The model ends a sample after 70 tokens on average: so many that one of them runs for seconds."""
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ async def test_c45_ids_log_probs_and_spans_line_up_however_a_sample_ends(target:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stop)
-        samples = list(await server.generate("interrupted", PROMPT, SamplingParams(1500, temperature=0.7, n=8)))
+        samples = list(await server.generate("interrupted", PROMPT, SamplingParams(1500, temperature=0.7, n=32)))
     samples += await server.generate("cut", PROMPT, SamplingParams(3, temperature=0.7, n=4))
     every_token = tuple(range(VOCAB))
     samples += await server.generate("stopped", PROMPT, SamplingParams(3, temperature=0.7, stop_token_ids=every_token))
