@@ -80,15 +80,24 @@ async def drive(directory: Path, url: str) -> None:
     """Say `ready` once a call to the workers and one to the sidecar are answered, then obey lines on stdin."""
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     config = configuration(url)
-    async with (
-        connect(config, directory, program=PROGRAM) as trainer,
-        running_engines(config, directory) as [engine],
-    ):
-        await trainer.call("train_step", 0)
-        await engine.sidecar.status()
-        _say({"ready": True})
-        while (await anyio.to_thread.run_sync(sys.stdin.readline)).strip() == "calls":
-            _say(await _measured(trainer, engine))
+    engines, up, released = list[Engine](), anyio.Event(), anyio.Event()
+
+    async def hold_engines() -> None:
+        async with running_engines(config, directory) as found:
+            engines.extend(found)
+            up.set()
+            await released.wait()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hold_engines)  # as in a run: sidecars come up while the workers do
+        async with connect(config, directory, program=PROGRAM) as trainer:
+            await trainer.call("train_step", 0)
+            await up.wait()
+            await engines[0].sidecar.status()
+            _say({"ready": True})
+            while (await anyio.to_thread.run_sync(sys.stdin.readline)).strip() == "calls":
+                _say(await _measured(trainer, engines[0]))
+        released.set()
 
 
 async def _measured(trainer: RpcTrainer, engine: Engine) -> dict[str, object]:
