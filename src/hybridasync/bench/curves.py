@@ -9,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hybridasync.bench.measures import COLUMNS
 from hybridasync.bench.readings import Reading, Readings
 from hybridasync.observability.charts import BLUE, GREEN, GREY, INK, ORANGE, STYLE, Chart, bare_svg
 
@@ -56,7 +55,7 @@ def draw(readings: Readings) -> dict[str, Chart]:
             axes.set_ylim(0, _top(readings, column))
             if axes.lines:
                 axes.legend(loc="upper right", ncols=3)
-            drawn[name] = Chart(title, f"{caption} ({COLUMNS[column]})", bare_svg(figure, number))
+            drawn[name] = Chart(title, caption, bare_svg(figure, number))
     return drawn
 
 
