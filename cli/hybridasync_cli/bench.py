@@ -28,6 +28,9 @@ bench.command("engine")(engine)
 bench.command("control")(control)
 
 RECIPE = "bench-publication"
+LEAST_WIDTH = 110
+"""Of the table with all variants; in a pipe rich takes 80, and cuts names."""
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, for all variants alike; may be repeated."),
@@ -136,10 +139,10 @@ def _show(results: Results) -> None:
 
     typer.echo(headline(results).replace("`", ""))
     _, rows = measures_table(results, MAIN)
-    table = Table("variant", *MAIN, box=box.SIMPLE_HEAD, pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    table = Table("", *(row[0] for row in rows), box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(MAIN, start=1):
+        table.add_row(name, *(row[number] for row in rows))
+    Console(width=max(Console().width, LEAST_WIDTH)).print(table)
     for verdict in results.verdicts:
         typer.echo(verdict_text(verdict))
     for problem in (*results.unequal, *results.problems):

@@ -24,6 +24,7 @@ _TIMES = (
     "engine_idle_s",
     "export_s",
     "stage_s",
+    "drain_s",
     "wait_s",
     "transfer_s",
     "verify_s",
