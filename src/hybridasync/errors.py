@@ -95,6 +95,10 @@ class DataError(OperatingError):
     """Prompts ran out, or what the run needs of them can't be had."""
 
 
+class PromptsUsedUp(DataError):
+    """The data ended before the last step, because groups were filtered or dropped."""
+
+
 class CheckpointError(OperatingError):
     """A checkpoint couldn't be written, or is missing, partial or unreadable."""
 

@@ -192,6 +192,23 @@ async def test_c30_a_resume_keeps_the_length_of_the_whole_run() -> None:
     assert list(again.store.states) == [8]
 
 
+async def test_c21_a_run_whose_data_ends_early_keeps_what_it_trained() -> None:
+    """C21: five prompts for four steps of two: 2, 2 and 1; then published, saved and ended with a warning, no error."""
+    bench = Bench(recipe(4, publication={"update_weights_interval": 2}, algorithm=TIS))
+    draw = bench.source.draw
+    bench.source.draw = lambda: None if bench.source.next == 5 else draw()  # type: ignore[method-assign, assignment, return-value]
+    loop = await bench.run()
+    assert [len(batch.samples) for batch in bench.trainer.batches] == [4, 4, 2]
+    assert [result.version for result in bench.sink.publications] == [0, 2, 3]
+    assert (loop.step, list(bench.store.states)) == (3, [3])
+    ((_, fields),) = [event for event in bench.sink.events if event[0] == "prompts_used_up"]
+    assert fields["completed"] == 3 and "the prompts are used up" in str(fields["cause"])
+    again = Bench(bench.config)
+    again.source.draw = lambda: None  # type: ignore[method-assign, assignment, return-value]
+    assert (await again.run(bench.store.states[3])).step == 3
+    assert (again.trainer.batches, again.store.states) == ([], {})
+
+
 async def test_a_checkpoint_is_saved_while_engines_go_on() -> None:
     """Nothing is paused for a save, and rollout requests are answered during it."""
     bench = Bench(recipe(3, checkpoint={"save_interval": 1}, rollout={"max_staleness": 1}, algorithm=TIS))

@@ -16,7 +16,7 @@ from hybridasync.config.models import Config
 from hybridasync.drivers.fleet import Fleet
 from hybridasync.drivers.generation import GroupRequest, Limits, generate_group
 from hybridasync.drivers.notify import Changed
-from hybridasync.errors import DataError, EngineError, RewardError
+from hybridasync.errors import DataError, EngineError, PromptsUsedUp, RewardError
 from hybridasync.ports import MetricSink, PromptSource, RewardFn, Tokenizer
 from hybridasync.protocol.failures import FailureBudget
 from hybridasync.protocol.ledger import RolloutLedger, Starved
@@ -68,12 +68,13 @@ class Rollout:
                         self._stalled("places_stalled", full_since)
 
     async def take(self, step: int) -> tuple[Group, ...]:
-        """The batch of `step`. Raises DataError where it can never fill up."""
+        """The batch of `step`. Raises DataError where it can't fill up, PromptsUsedUp where nothing is left for it."""
         started, patience = anyio.current_time(), BATCH_STALL_S
         while True:
             batch = self._ledger.take(step)
             if isinstance(batch, Starved):
-                raise DataError(_starved_text(batch, self._config))
+                kind = PromptsUsedUp if batch.exhausted else DataError
+                raise kind(_starved_text(batch, self._config))
             if batch is not None:
                 for group in batch:
                     self._parts.sink.group(group.prompt.uid, "trained", step=step)

@@ -22,7 +22,7 @@ from hybridasync.drivers.klpenalty import kl_metrics, with_kl
 from hybridasync.drivers.publish import Publisher
 from hybridasync.drivers.rollout import Rollout
 from hybridasync.drivers.stepmetrics import batch_metrics, publication_metrics
-from hybridasync.errors import CheckpointError, LocalProtocolError, PublicationFailed, leading_cause
+from hybridasync.errors import CheckpointError, LocalProtocolError, PromptsUsedUp, PublicationFailed, leading_cause
 from hybridasync.ports import MetricSink, SnapshotFolder, Trainer
 from hybridasync.protocol.pace import Pace
 from hybridasync.schedule import Schedule
@@ -70,6 +70,9 @@ class TrainingLoop:
         self._compared = anyio.Event()  # an evaluation has no more need of the trainer's present weights
         self._compared.set()
         self._owes_evaluation = False
+        self._ended = False  # before the last step, because the data is
+        self._published = -1  # version that engines serve
+        self._saved = -1  # completed steps of the last checkpoint
         self._saving_s = 0.0  # of the checkpoint after the previous step, which the next row reports
         self.step = 0  # the next one
         self.version = 0
@@ -91,11 +94,17 @@ class TrainingLoop:
 
     async def one_step(self) -> Step | None:
         """None once all steps are done, with the last evaluation and checkpoint finished."""
-        if self.step >= self._schedule.num_rollout:
+        if self._ended or self.step >= self._schedule.num_rollout:
             await self._evaluation_over()
             return None
         step, started = self.step, anyio.current_time()
-        groups = await self._parts.rollout.take(step)
+        try:
+            groups = await self._parts.rollout.take(step)
+        except PromptsUsedUp as error:
+            if not self.samples_trained:
+                raise
+            await self._end_early(str(error))
+            return None
         waited = anyio.current_time() - started
         metrics = await self._train(step, groups)
         self.step = self.version = step + 1
@@ -133,6 +142,7 @@ class TrainingLoop:
         try:
             result = await self._parts.publisher.publish(self.version, path, step=step, before_sampling=then)
             cost_s = None if step is None else anyio.current_time() - started
+            self._published = self.version
         except PublicationFailed as error:
             if not self._parts.fleet.verified and not (self._config.engine.use_fault_tolerance and self.publications):
                 raise
@@ -173,7 +183,7 @@ class TrainingLoop:
         self._parts.rollout.start_at(step)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.step = int(state["step"])
+        self.step = self._saved = int(state["step"])
         self.version = int(state["version"])
         self.publications = int(state["publications"])
         self.samples_trained = int(state["samples_trained"])
@@ -234,11 +244,25 @@ class TrainingLoop:
         self._parts.rollout.finish(step)
         return publication
 
+    async def _end_early(self, cause: str) -> None:
+        """The data ended before the last step: what was trained is published, evaluated and saved all the same."""
+        self._ended, last = True, self.step - 1
+        self._parts.sink.event("prompts_used_up", level="warning", completed=self.step, cause=cause)
+        evaluating = self._parts.evaluation is not None and self._config.eval.eval_at_end
+        evaluating = evaluating and not self._schedule.eval_due(last)
+        if evaluating or self._published != self.version:
+            await self.publish(last, evaluating=evaluating)
+        if self._saved != self.step:
+            await self._save()
+        await self._evaluation_over()
+
     async def _save(self) -> str | None:
         started = anyio.current_time()
         self._parts.sink.sync()
         try:
-            return await self._parts.checkpointing.save(self.step, self.state())
+            path = await self._parts.checkpointing.save(self.step, self.state())
+            self._saved = self.step
+            return path
         except CheckpointError as error:
             if self._config.checkpoint.on_save_error == "stop":
                 raise
