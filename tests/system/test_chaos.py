@@ -11,8 +11,10 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -21,7 +23,7 @@ from tests.system.chaos import END, LEASE_S, LOAD, PAUSE, PHASES, SIGNALS, WHO, 
 from tests.system.rollout_side import TOKEN
 from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC
 
-from hybridasync.observability.process import ProcessId
+from hybridasync.observability.process import ProcessId, child_environment
 from hybridasync.protocol.debts import Debts
 from hybridasync.transport.journal import JournalFile
 
@@ -161,6 +163,37 @@ def test_u01_a_sidecar_that_is_dead_or_hangs_when_its_end_is_due_is_replaced(tmp
         assert "fence_failed" in events and "engine_recovered" in events
         assert world.pid("engine") != before["engine"].pid
         world.check_exact()
+
+
+def test_c33_an_attached_engine_is_never_left_paused(tmp_path: Path) -> None:
+    """It outlives its sidecar, whose successor resumes it, and then the controller, whose dying sidecar resumes it."""
+    with World(tmp_path, engines=0) as world, an_engine(world) as url:
+        world.start(engine={"kind": "attach", "url": [url]})
+        world.trains(1)
+        world.reach("paused")
+        os.kill(world.pid("sidecar"), signal.SIGKILL)
+        world.trains()
+        world.check_exact()
+        world.reach("paused")
+        os.kill(world.pid("rank0"), signal.SIGKILL)
+        until(lambda: httpx.get(f"{url}/ready", trust_env=False).status_code == 200, 10)
+        assert world.ended() == 1 and world.left_behind() == set()
+        assert httpx.get(f"{url}/ready", trust_env=False).status_code == 200
+
+
+@contextmanager
+def an_engine(world: World) -> Iterator[str]:
+    """One that somebody else started."""
+    announce = world.folder / "engine.json"
+    command = [sys.executable, "-m", "hybridasync.engine", "--model-path", str(world.side.task / "model")]
+    with subprocess.Popen(
+        [*command, "--device", "cpu", "--port", "0", "--announce", str(announce)], env=child_environment()
+    ) as process:
+        try:
+            until(announce.exists, 60)
+            yield json.loads(announce.read_text())["url"]
+        finally:
+            process.kill()
 
 
 def test_c01_c_an_end_that_nobody_acknowledges_stops_the_run_with_code_3(tmp_path: Path) -> None:
