@@ -75,7 +75,7 @@ WHO = ("launcher", "rank0", "worker", "sidecar", "engine")
 PAUSE, LOAD, CHECK, END = (
     ("/v1/pause",),
     ("/update_weights_from_disk", "/install_staged_weights"),
-    ("/weights_checker",),
+    ("/v1/renew", "/weights_checker"),  # the answer to a switch says already what serves
     ("/v1/end",),
 )
 PHASES = {
