@@ -191,6 +191,21 @@ def test_what_a_launched_engine_owed_went_with_it(tmp_path: Path) -> None:
     assert open_debts(run_dir) == []
 
 
+def test_engines_that_the_settings_no_longer_name_hold_up_no_start(tmp_path: Path) -> None:
+    """What launched engines were owed went with them. One elsewhere is asked for, until --force forgets it."""
+    owed = Debts().incur("engine-3", txn(0))
+    run_dir = a_run(tmp_path / "launched")
+    JournalFile(run_dir / "journal.jsonl").append(owed)
+    anyio.run(settle_debts, load("quickstart-fast"), run_dir)
+    assert open_debts(run_dir) == []
+    run_dir = a_run(tmp_path / "elsewhere", 'engine.kind="attach"', 'engine.url=["http://127.0.0.1:9"]')
+    JournalFile(run_dir / "journal.jsonl").append(owed)
+    left = invoke("--run-dir", str(run_dir))
+    assert left.exit_code == 3 and "--sidecar URL" in " ".join(left.output.split())
+    assert invoke("--run-dir", str(run_dir), "--force").exit_code == 0
+    assert open_debts(run_dir) == []
+
+
 def test_a_start_ends_the_debts_of_the_run_before(
     tmp_path: Path, sidecars: Sidecars, engine: tuple[FakeEngine, str]
 ) -> None:

@@ -106,7 +106,7 @@ async def _settle(config: Config, run_dir: Path, request: Request, *, reserve: s
     work: list[tuple[Sidecar, Orders]] = []
     with contextlib.closing(journal):
         async with AsyncExitStack() as stack:
-            for index in range(engine_count(config)):
+            for index in _indices(config, debts):
                 name = f"engine-{index}"
                 sidecar = await stack.enter_async_context(_control(config, run_dir, index, token=token))
                 owed = tuple(debt.txn for debt in debts.open if debt.engine == name)
@@ -120,6 +120,12 @@ async def _settle(config: Config, run_dir: Path, request: Request, *, reserve: s
                 if how is not None:
                     journal.append(debts.settle(report.engine, txn, how))
     return reports
+
+
+def _indices(config: Config, debts: Debts) -> list[int]:
+    """Of the recipe's engines, and of others that something is owed to: a resumed run may have fewer."""
+    owed = {int(name.removeprefix("engine-")) for name in debts.owed() if name.removeprefix("engine-").isdecimal()}
+    return sorted(owed | set(range(engine_count(config))))
 
 
 def _client(name: str, url: str, token: str) -> SidecarClient:
@@ -163,6 +169,9 @@ async def _control(config: Config, run_dir: Path, index: int, *, token: str) -> 
     """Whoever can speak for the engine: its sidecar, or what stands in for one that is gone."""
     name = f"engine-{index}"
     elsewhere = bool(config.engine.sidecar_url)
+    if index >= engine_count(config) and (elsewhere or config.engine.kind == "attach"):
+        yield UnlistedEngine(name, config.engine.kind)
+        return
     url = config.engine.sidecar_url[index] if elsewhere else _announced(run_dir, index)
     if url is not None:
         async with _client(name, url, token) as client:
@@ -254,6 +263,31 @@ class BareEngine(GoneEngine):
 
     async def aclose(self) -> None:
         await self._client.aclose()
+
+
+class UnlistedEngine(GoneEngine):
+    """Implements Sidecar for an engine elsewhere that the settings don't name any more. Forced, it is forgotten."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__(name, kind)
+        self._forgotten = False
+
+    async def status(self) -> SidecarStatus:
+        if not self._forgotten:
+            raise self._unknown("status")
+        return _status_of("", self._kind, "down", detail="forgotten")
+
+    async def end(self, txn: str | None) -> None:
+        raise self._unknown("end")
+
+    async def fence(self, txns: Sequence[str] = ()) -> None:
+        self._forgotten = True
+
+    def _unknown(self, operation: str) -> NotSent:
+        where = (
+            "the settings don't say any more where it is: end its pause with --sidecar URL, then forget it with --force"
+        )
+        return NotSent(self.name, operation, where)
 
 
 def _status_of(
