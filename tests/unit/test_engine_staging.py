@@ -1,0 +1,73 @@
+"""Memory of the embedded engine while weights come and go: two sets at the most, whatever the order of the calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from tests.engine_models import saved_model
+
+from hybridasync.engine import weights
+from hybridasync.engine.schema import InstallStagedBody, StageWeightsBody, UpdateFromDiskBody
+from hybridasync.engine.server import _parser, build_service
+from hybridasync.engine.service import EngineService
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"  # the engine's own loop
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[EngineService]:
+    for seed in (1, 2):
+        saved_model(tmp_path / str(seed), seed=seed)
+    options = ["--model-path", str(tmp_path / "1"), "--max-total-tokens", "512"]
+    service = build_service(_parser().parse_args(options))
+    yield service
+    service.thread.stop()
+
+
+async def test_there_are_never_three_sets_of_weights(
+    service: EngineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a set is made only the live one is left: after stagings, switches, paused or not, and complete loads."""
+    alive: weakref.WeakSet[weights.Weights] = weakref.WeakSet([service._scheduler.weights])
+    before: list[int] = []
+    load = weights.WeightStore.load
+
+    def counted(store: weights.WeightStore, named: Any) -> weights.Weights:
+        before.append(len(alive))
+        made = load(store, named)
+        alive.add(made)
+        return made
+
+    monkeypatch.setattr(weights.WeightStore, "load", counted)
+    paths = {seed: str(tmp_path / str(seed)) for seed in (1, 2)}
+
+    async def stage(seed: int) -> None:
+        body = StageWeightsBody(model_path=paths[seed], weight_version=str(seed))
+        assert (await service.stage(body))[0]
+
+    async def switch(seed: int) -> None:
+        assert (await service.install_staged(InstallStagedBody(weight_version=str(seed))))[0]
+
+    with anyio.fail_after(30):
+        await stage(2)
+        await stage(1)
+        await service.pause("retract")
+        await switch(1)
+        await stage(2)
+        await service.resume()
+        await switch(2)
+        await stage(1)
+        assert (await service.update_from_disk(UpdateFromDiskBody(model_path=paths[2], weight_version="2")))[0]
+        await stage(1)
+        assert not (await service.stage(StageWeightsBody(model_path="/nowhere", weight_version="3")))[0]
+        await service.resume()
+    assert before == [1] * 7
+    assert len(alive) == 1 and service.weight_version == "2"
