@@ -199,6 +199,7 @@ def test_publication_interval_over_pipeline_stages(tmp_path: Path) -> None:
             "parallel.recompute_activations": True,
             "algorithm.advantage": "dr_grpo",
             "algorithm.loss_aggregation": "constant",
+            "publication.clear_cache_on_skipped_steps": True,
         },
         *("--update-weights-interval", "2"),
     )
@@ -211,7 +212,10 @@ def test_publication_interval_over_pipeline_stages(tmp_path: Path) -> None:
 
 
 def test_bf16_over_tensor_parallel_workers(tmp_path: Path) -> None:
-    """Two updates a step in bf16, the engine's log-probs as the old ones, on a model split over two workers."""
+    """Two updates a step in bf16, the engine's log-probs as the old ones, on a model split over two workers.
+
+    At a small learning rate what changed is published, gathered from both, and each time verified by its checksums.
+    """
     run = short(
         tmp_path,
         {
@@ -219,11 +223,18 @@ def test_bf16_over_tensor_parallel_workers(tmp_path: Path) -> None:
             "parallel.num_workers": 2,
             "parallel.tensor_model_parallel_size": 2,
             "optimizer.global_batch_size": 8,
+            "optimizer.lr": 1e-6,
+            "optimizer.min_lr": 0.0,
+            "publication.delta": True,
             "algorithm.use_tis": False,
             "algorithm.use_rollout_logprobs": True,
         },
     )
     assert run.column("optimizer_updates") == [2, 2, 2, 2]
+    publications = run.events("publication.completed")
+    assert [row["kind"] for row in publications] == ["full", "delta", "delta", "delta", "delta"]
+    assert all(0 < row["bytes"] < row["full_bytes"] for row in publications[1:])
+    assert run.column("publish_delta") == [1, 1, 1, 1] and min(run.column("trainer_published_copy_mib")) > 0
     assert run.summary["logprob_gap_max"] <= 0.2  # bf16 rounds to 8 bits on each side
 
 

@@ -15,7 +15,7 @@ from hybridasync.engine.weights import Weights, WeightStore
 from hybridasync.errors import CheckpointError
 from hybridasync.observability import names
 from hybridasync.types import WeightSnapshot
-from hybridasync.weights.delta import DELTA_FILE
+from hybridasync.weights.delta import DELTA_FILE, change_of
 from hybridasync.weights.snapshot import read_tensors
 from hybridasync.worker import export, hf_mapping, model, parallel
 from hybridasync.worker.published import PublishedCopy
@@ -102,6 +102,19 @@ def test_large_updates_are_written_whole(tmp_path: Path) -> None:
     snapshot = trainer.export(2)
     assert snapshot.base_version == 1
     trainer.take(snapshot)
+
+
+def test_comparing_stops_where_nearly_everything_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 every weight changes at each update: after a tenth of them the rest isn't compared."""
+    trainer = Trainer(tmp_path)
+    trainer.export(0)
+    trainer.change(0.5)
+    compared: list[str] = []
+    monkeypatch.setattr(
+        "hybridasync.worker.published.change_of", lambda old, new: compared.append("x") or change_of(old, new)
+    )
+    assert trainer.export(1).base_version is None
+    assert 0 < len(compared) < len(dict(trainer.published.tensors())) / 2
 
 
 def test_a_version_that_no_engine_took_is_no_base(tmp_path: Path) -> None:

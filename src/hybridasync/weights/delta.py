@@ -83,6 +83,8 @@ def change_of(old: torch.Tensor, new: torch.Tensor) -> Change | None:
     if not where.size:
         return None
     raw = after.view(_UNSIGNED[after.itemsize])
+    if where.size * (raw.itemsize + 1) >= raw.nbytes:  # a gap takes a byte at least
+        return Change(raw.copy())
     gaps = np.diff(where, prepend=-1) - 1
     small, large = _GAP_TYPES
     unit = small if _coded_bytes(gaps, small) <= _coded_bytes(gaps, large) else large

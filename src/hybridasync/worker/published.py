@@ -11,6 +11,12 @@ import torch
 
 from hybridasync.weights.delta import Change, change_of
 
+SAMPLE = 0.1
+"""Share of the weights after which it shows whether nearly all of them changed, as in fp32 under Adam."""
+
+NEARLY_ALL = 0.9
+"""From this share of the size on a delta isn't worth its trouble."""
+
 
 class PublishedCopy:
     """`version` is the one whose weights are held, None while they are of none as a whole.
@@ -51,7 +57,7 @@ class Replacement:
         self.base = base
         self.changes: dict[str, Change] | None = None if base is None else {}
         self._limit = copy.nbytes
-        self._size = 0
+        self._seen = self._size = 0  # bytes compared, and what their differences take
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """`tensor` is on the CPU; it is copied, so that training may go on with it."""
@@ -60,12 +66,17 @@ class Replacement:
             self._held[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
             self.changes = None
             return
+        if self.changes is not None:
+            self._compare(name, old, tensor)
+        old.copy_(tensor)
+
+    def _compare(self, name: str, old: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._seen += old.nbytes
         if self.changes is not None and (change := change_of(old, tensor)) is not None:
             self.changes[name] = change
             self._size += change.nbytes
-            if self._size >= self._limit:
-                self.changes = None  # not smaller than everything: the rest needn't be compared
-        old.copy_(tensor)
+        if self._seen >= self._limit * SAMPLE and self._size >= self._seen * NEARLY_ALL:
+            self.changes = None  # not smaller than everything, so that the rest needn't be compared
 
     def finish(self) -> None:
         """All of them came, and what was to be written of them is written."""
