@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -105,7 +106,7 @@ async def test_the_debt_is_in_the_journal_before_the_pause_is_sent() -> None:
 
 
 @pytest.mark.parametrize("way", ["disk", "staged", "blocking"])
-async def test_r100_cancelled_at_every_point_no_engine_stays_paused(way: str) -> None:
+async def test_r100_cancelled_at_every_point_no_engine_stays_paused(way: str, figure: Callable[[str], None]) -> None:
     """Kill-point matrix: cancelled before a send, after it and after the reply, at each call of the saga."""
     points = 0
     while True:
@@ -133,10 +134,69 @@ async def test_r100_cancelled_at_every_point_no_engine_stays_paused(way: str) ->
             break
         points += 1
     assert points >= 30
+    figure(f"cancellation matrix, {way}: cancelled at {points} points (before send, after send, after reply)")
+
+
+@pytest.mark.parametrize("way", ["disk", "staged", "blocking"])
+async def test_r100_cancelled_at_every_turn_of_the_loop(way: str, figure: Callable[[str], None]) -> None:
+    """R100, U14: cancelled at its first turn of the event loop, at its second, and so on: every await of it."""
+    turns = 0
+    finished = False
+    while not finished:
+        saga = Saga(way=way)
+        async with anyio.create_task_group() as tasks:
+
+            async def publish(saga: Saga = saga) -> None:
+                nonlocal finished
+                await saga.publish()
+                finished = True
+
+            tasks.start_soon(publish)
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        saga.assert_nothing_paused()
+        for engine, server in zip(saga.fleet.engines, saga.servers, strict=True):
+            assert engine.state.version is None or (server.version, server.sums) == ("1", CHECKSUMS)
+        turns += 1
+    assert turns >= 25
+    figure(f"cancellation matrix, {way}: cancelled at {turns - 1} turns of the event loop")
+
+
+async def test_r100_bringing_up_one_engine_is_cancelled_at_every_point(figure: Callable[[str], None]) -> None:
+    """R67, R100: a publication to an engine that came back: the same, and only a verified one is routed to."""
+    points = 0
+    while True:
+        saga = Saga()
+        await saga.publish()
+        newcomer = saga.fleet.engines[0]
+        saga.fleet.quarantine(newcomer, "it was started anew", "recover")
+        saga.servers[0].version = "default"
+        passed = 0
+        with anyio.CancelScope() as scope:
+
+            async def hook(_point: str, scope: anyio.CancelScope = scope, at: int = points) -> None:
+                nonlocal passed
+                if passed == at:
+                    scope.cancel()
+                passed += 1
+                await anyio.lowlevel.checkpoint()
+
+            saga.world.hook = hook
+            await saga.publisher.bring_up(newcomer)
+        saga.assert_nothing_paused()
+        assert newcomer.state.version is None or saga.servers[0].version == "1"
+        if passed <= points:
+            break
+        points += 1
+    assert points >= 10
+    figure(f"cancellation matrix, an engine that came back: cancelled at {points} points")
 
 
 @pytest.mark.parametrize("kind", [OutcomeUnknown, NotSent, Rejected])
-async def test_r100_failing_at_every_point_no_engine_stays_paused(kind: type[Exception]) -> None:
+async def test_r100_failing_at_every_point_no_engine_stays_paused(
+    kind: type[Exception], figure: Callable[[str], None]
+) -> None:
     """The same matrix with an error instead of a cancellation: the saga degrades or raises, and owes nothing."""
     points = 0
     while True:
@@ -159,6 +219,7 @@ async def test_r100_failing_at_every_point_no_engine_stays_paused(kind: type[Exc
             break
         points += 1
     assert points >= 25
+    figure(f"failure matrix, {kind.__name__}: failed at {points} points")
 
 
 async def test_r63_an_engine_that_cannot_be_reached_is_passed_over_without_an_end() -> None:

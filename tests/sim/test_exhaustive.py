@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from typer.testing import CliRunner
 
 from hybridasync.protocol.transactions import TransactionMachine
 from hybridasync.sim.exhaustive import QUICK, SCOPES, Search
 from hybridasync.sim.machine_table import MachineTable
-from hybridasync.sim.mutations import mutated
 from hybridasync.sim.protocol_state import Limits, Scope
+from hybridasync_cli.main import app
 
 pytestmark = pytest.mark.slow
 
@@ -46,21 +47,12 @@ def test_the_table_answers_as_the_machine_does() -> None:
     assert table.move(state, "pause", first)[1] == table.move(state, "pause", second)[1] == "ended"
 
 
-@pytest.mark.parametrize(
-    ("name", "scope"),
-    [
-        ("no_tombstone", QUICK[0]),
-        ("no_watermark", QUICK[0]),
-        ("end_under_way_not_noted", QUICK[0]),
-        ("failed_resume_believed", QUICK[2]),
-    ],
-)
-def test_the_search_finds_a_wrong_machine(name: str, scope: str, figure: Callable[[str], None]) -> None:
-    """R74, R76 to R79, R85: a machine without one of its precautions breaks a promise, and the search says how."""
-    with mutated(name):
-        found = Search(SCOPES[scope]).run()
-    assert found.violation is not None and found.trace
-    figure(f"wrong code, {name}: found by the exhaustive search after {found.states} states")
+def test_the_command_says_what_leads_to_a_violation() -> None:
+    """--exhaustive with a wrong machine: exit 1, the number of states, and the events that lead to it."""
+    wrong = CliRunner().invoke(app, ["sim", "--exhaustive", "--mutate", "no_tombstone"])
+    assert wrong.exit_code == 1
+    assert "states in all: 9 scopes with a violation" in wrong.output
+    assert "pause 0 given up" in wrong.output
 
 
 def test_a_fence_is_an_end_too() -> None:

@@ -35,26 +35,33 @@ class Recovery:
         self._causes: dict[str, str] = {}
 
     async def run(self) -> None:
-        """For ever; with fault tolerance raises EngineError when too few engines serve for too long."""
+        """For ever; raises EngineError when too few engines serve for too long: without fault tolerance, none."""
         async with anyio.create_task_group() as tasks:
             for engine in self._fleet.engines:
                 tasks.start_soon(self._tend, engine)
-            if self._settings.use_fault_tolerance:
-                tasks.start_soon(self._limit)
+            tasks.start_soon(self._limit)
 
     async def _tend(self, engine: Engine) -> None:
         while True:
             while engine.state.remedy is None or not self._publisher.has_published:
                 await self._fleet.changed.wait()
             engine.state.absent = True
-            try:
-                await self._bring_back(engine, engine.state.remedy)
-            finally:
-                engine.state.absent = False
+            engine.state.absent = not await self._bring_back(engine, engine.state.remedy)
+            if engine.state.absent:
+                self._raise_if_too_few(engine)
             self._fleet.changed.notify()
 
-    async def _bring_back(self, engine: Engine, remedy: Remedy) -> None:
-        """The first attempt with what it was said to need; with fault tolerance others follow, with new processes."""
+    def _raise_if_too_few(self, engine: Engine) -> None:
+        left = sum(not (other.state.absent and other.state.remedy is None) for other in self._fleet.engines)
+        if left < self._settings.min_healthy_engines:
+            raise EngineError(engine.name, "recovery", self._causes[engine.name])
+
+    async def _bring_back(self, engine: Engine, remedy: Remedy) -> bool:
+        """The first attempt with what it was said to need; with fault tolerance others follow, with new processes.
+
+        Without it a second one follows where the first leaves a load behind that may be carried out late. False: nobody
+        knows what this process will serve, so that no publication may go to it.
+        """
         self._causes[engine.name] = engine.state.reason
         self._sink.event(
             "engine_recovery", level="warning", engine=engine.name, remedy=remedy, cause=engine.state.reason
@@ -68,16 +75,16 @@ class Recovery:
             except (EngineError, PublicationFailed, TimeoutError) as error:
                 self._causes[engine.name] = str(error)
                 self._sink.event("engine_recovery_failed", level="warning", engine=engine.name, cause=str(error))
-                if not self._settings.use_fault_tolerance:
+                if not self._settings.use_fault_tolerance and (remedy == "fence" or engine.state.remedy != "fence"):
                     engine.state.remedy = None  # the health monitor decides whether too few are left
-                    return
+                    return remedy != "fence"
                 remedy = "fence"
                 await anyio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             else:
                 took_s = anyio.current_time() - started
                 self._sink.event("engine_recovered", engine=engine.name, version=engine.state.version, took_s=took_s)
-                return
+                return True
 
     async def _new_process(self, engine: Engine, *, fence: bool) -> None:
         """The engine's process answers again, and we know where."""
@@ -114,5 +121,8 @@ class Recovery:
 
     def _enough(self) -> bool:
         """Before the first publication nothing serves yet, and nothing is missing."""
-        serving = len(self._fleet.verified) >= self._settings.min_healthy_engines
+        # Without fault tolerance dead ones are the monitor's; here it's ones that live and wait for a publication that
+        # a starved training loop will never come to.
+        needed = self._settings.min_healthy_engines if self._settings.use_fault_tolerance else 1
+        serving = len(self._fleet.verified) >= needed
         return serving or not self._publisher.has_published

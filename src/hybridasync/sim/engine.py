@@ -60,6 +60,7 @@ class SimEngine:
         self.label = "default"
         self.weights = checksums_of(0)
         self.loaded: list[int] = []  # versions, in the order in which they were completely loaded
+        self.on_resume: Callable[[], None] = lambda: None
         self._speed = speed
         self._rng = rng
         self._snapshots = snapshots
@@ -99,6 +100,7 @@ class SimEngine:
             await self._answering()
             self.paused = False
             self.paused_since = None
+            self.on_resume()
             self._changed.notify()
 
     async def in_flight(self) -> int:
@@ -164,10 +166,12 @@ class SimEngine:
 
     async def _complete(self, rid: str, params: SamplingParams) -> Completion:
         tokens: list[int] = []
+        labels: list[int] = []
         for _ in range(self._rng.randint(1, params.max_new_tokens)):
             await self._decoded(rid)
             tokens.append(self._token())
-        return Completion(tuple(tokens), (-0.5,) * len(tokens), _spans(tokens), "stop", self.name)
+            labels.append(int(self.label) if self.label.isdigit() else 0)
+        return Completion(tuple(tokens), (-0.5,) * len(tokens), _spans(labels), "stop", self.name)
 
     async def _decoded(self, rid: str) -> None:
         """One step of the decoder; a pause throws away the one that it meets."""
@@ -206,11 +210,10 @@ class SimEngine:
             raise OutcomeUnknown(self.name, operation, "connection reset")
 
 
-def _spans(tokens: Sequence[int]) -> tuple[VersionSpan, ...]:
+def _spans(labels: Sequence[int]) -> tuple[VersionSpan, ...]:
     """What the engine itself reports: the label of its weights, wrong where they are torn."""
     spans: list[VersionSpan] = []
-    for index, token in enumerate(tokens):
-        version = max(0, token - _FIRST_TOKEN)
+    for index, version in enumerate(labels):
         if spans and spans[-1].version == version:
             spans[-1] = VersionSpan(version, spans[-1].start, index + 1)
         else:

@@ -16,7 +16,7 @@ from hybridasync.protocol.debts import Debts
 from hybridasync.protocol.decisions import Decisions
 from hybridasync.protocol.routing import EngineState, Remedy
 from hybridasync.protocol.transaction_id import TransactionId
-from hybridasync.protocol.transactions import Action, Expired, TransactionMachine
+from hybridasync.protocol.transactions import Action, TransactionMachine
 from hybridasync.sidecar.control import Control
 
 Replacement = tuple[type, str, Callable[..., Any]]
@@ -123,12 +123,6 @@ async def _pause_or_raise(self: Any, engine: Engine, saga: Any, leases: Any) -> 
         leases.start_soon(self._keep_lease, engine, saga)
 
 
-async def _verify_without_lease(self: Any, engine: Engine, saga: Any, snapshot: Any) -> None:
-    """Weights are read back, and nobody asks whether the pause held while they were loaded."""
-    if await engine.server.weight_version() == str(snapshot.version):
-        saga.verified.append(engine)
-
-
 def _state_only(self: Any, engine: Engine, reason: str, remedy: Remedy | None = None) -> None:
     """A quarantined engine goes on with the prompts that it has, and its answers count."""
     engine.state.quarantine(reason, remedy)
@@ -148,18 +142,10 @@ async def _resume_whoever_asks(self: Any) -> None:
         await client.resume()
 
 
-def _spare(self: Any, txn: str) -> bool:
-    """A fence forgets whose pause it ends."""
-    return False
-
-
-def _no_lease(self: Any, now: float) -> Expired | None:
+def _no_lease(self: Any) -> float | None:
     """Only its client ends a pause; what failed is tried again."""
     record = self._active
-    if record is None or record.phase != "recovery_required":
-        return None
-    record.move("ending")
-    return Expired(None if record.key is None else str(record.key), False)
+    return record.lease_until if record is not None and record.phase == "recovery_required" else None
 
 
 def _end_is_not_noted(self: Any, txn: str | None, now: float, *, again: bool = False) -> Any:
@@ -219,12 +205,10 @@ MUTATIONS: Mapping[str, tuple[Replacement, ...]] = MappingProxyType(
         "journal_after_send": ((Publisher, "_swap_under_pause", _journal_after_send),),
         "first_failed_end_stops_the_others": ((Publisher, "_end", _end_once),),
         "first_failed_pause_ends_the_run": ((Publisher, "_pause", _pause_or_raise),),
-        "verify_without_lease": ((Publisher, "_verify", _verify_without_lease),),
         "answers_of_doubtful_engines": ((Fleet, "quarantine", _state_only),),
         "rollback_skipped": ((Control, "_roll_back", _no_roll_back),),
         "older_end_resumes_newer": ((Control, "_end_stray", _resume_whoever_asks),),
-        "fence_forgets_the_pause": ((Control, "_condemn", _spare),),
-        "lease_ignored": ((TransactionMachine, "take_expired", _no_lease),),
+        "lease_ignored": ((TransactionMachine, "lease_deadline", _no_lease),),
         "end_under_way_not_noted": ((TransactionMachine, "request_end", _end_is_not_noted),),
         "failed_resume_believed": ((TransactionMachine, "resume_failed", _resume_believed),),
         "epoch_ignored": ((Decisions, "take", _any_epoch),),

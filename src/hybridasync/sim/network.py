@@ -46,10 +46,17 @@ class Life:
     """Of one controller process. Its adapters do nothing once it is dead."""
 
     dead: bool = False
+    connections: dict[anyio.CancelScope, None] = field(default_factory=dict)
 
     def check(self) -> None:
         if self.dead:
             raise ControllerKilled
+
+    def end(self) -> None:
+        """The kernel closes its connections, those of shielded calls too."""
+        self.dead = True
+        for connection in tuple(self.connections):
+            connection.cancel()
 
 
 @dataclass(slots=True)
@@ -116,7 +123,12 @@ class Network:
             self._tasks.start_soon(partial(self._later, node, work, delay_s=self._weather.rng.uniform(0, 1), life=life))
         if fault == "slow":
             await anyio.sleep(self._weather.rng.uniform(0, SLOW_S))
-        result = await self._served(node, operation, work, timeout_s=timeout_s, attended=attended)
+        with anyio.CancelScope() as connection:
+            life.connections[connection] = None
+            try:
+                result = await self._served(node, operation, work, timeout_s=timeout_s, attended=attended)
+            finally:
+                life.connections.pop(connection)
         life.check()
         if fault == "reply_lost":
             raise OutcomeUnknown(node.name, operation, "connection reset")
@@ -152,9 +164,10 @@ class Network:
         return value  # type: ignore[no-any-return]
 
     async def _later(self, node: SimNode, work: Callable[[], Awaitable[T]], *, delay_s: float, life: Life) -> None:
-        """An engine drops what is left of a connection whose client's process has ended."""
+        """A message ends with the process that it was sent to; an engine drops those of a client that has ended too."""
+        process = node.control
         await anyio.sleep(delay_s)
-        if node.up and not life.dead:
+        if node.up and node.control is process and not life.dead:
             try:
                 await work()
             except (OperatingError, TimeoutError):

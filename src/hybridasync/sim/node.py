@@ -129,6 +129,7 @@ class SimNode:
         self._rng = rng
         self._snapshots = snapshots
         self.up = False
+        self.broken: list[str] = []  # promises
         self.host: SimHost
         self.control: Control
         self._scope: anyio.CancelScope | None = None
@@ -160,5 +161,11 @@ class SimNode:
 
     def _new_engine(self) -> SimEngine:
         engine = SimEngine(self.name, self._speed, self._rng, snapshots=self._snapshots)
+        engine.on_resume = self._on_resume
         self.engines.append(engine)
         return engine
+
+    def _on_resume(self) -> None:
+        """A pause that somebody holds ends by that holder alone."""
+        if self.up and self.control.machine.state == "paused":
+            self.broken.append(f"{self.name} was resumed while {self.control.machine.holder} held it")

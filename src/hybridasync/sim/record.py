@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridasync.sim.engine import FRESH, TORN, token_of
-from hybridasync.types import EvalResult, Group, GroupState, PublicationResult, TrainBatch
+from hybridasync.types import Completion, EvalResult, Group, GroupState, PublicationResult, TrainBatch
 
 
 @dataclass(slots=True)
@@ -18,6 +18,7 @@ class Bounds:
     samples_per_group: int
     max_staleness: int
     longest_pause_s: float
+    resume_budget_s: float
 
 
 @dataclass(slots=True)
@@ -44,6 +45,8 @@ class Record:
 
     def publication(self, result: PublicationResult) -> None:
         self.note(f"published {result.version} to {','.join(result.engines) or 'nobody'}")
+        if result.resume_s > self.bounds.resume_budget_s + 0.01:
+            self.violated(f"the resumes of {result.version} took {result.resume_s:.1f} s")
 
     def evaluation(self, result: EvalResult) -> None:
         self.note(f"evaluated {result.version}")
@@ -81,6 +84,12 @@ class Record:
                 self.violated(
                     f"step {batch.step}: a sample claims version {sample.oldest_version}, made by {min(tokens)}"
                 )
+
+    def check_answer(self, completion: Completion) -> None:
+        """An answer that an evaluation counts was made by complete weights of the version that it is filed under."""
+        tokens, version = completion.output_ids, completion.oldest_version
+        if tokens and (version is None or min(tokens) != token_of(version)):
+            self.violated(f"an evaluation counts an answer for version {version}, and it was made by {min(tokens)}")
 
     def check_end(self, steps: int) -> None:
         """After the last step: each step once, each prompt in one step only."""

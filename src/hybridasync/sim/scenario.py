@@ -13,16 +13,29 @@ from random import Random
 import anyio
 
 from hybridasync.config.models import Config
-from hybridasync.errors import HybridAsyncError, leaves
-from hybridasync.sim.controller import Controller, Disk, World
+from hybridasync.errors import EngineError, HybridAsyncError, leaves
+from hybridasync.sim.adapters import Disk
+from hybridasync.sim.controller import Controller, World
 from hybridasync.sim.engine import Speed
 from hybridasync.sim.network import FAULTS, ControllerKilled, Fault, Network, Weather
 from hybridasync.sim.node import SimNode
 from hybridasync.sim.record import Bounds, Record
 
 STORM_S = 45.0
+
+FIRST_EVENT_S = 5.0
+"""Engines have just come up."""
+
 FAIR_LIMIT_S = 4000.0
 """Within this the run must have finished. Recovery waits at the longest are minutes."""
+
+RESTART_S = 2.0
+
+OUTAGE_S = 400.0
+"""Nobody restarts the run for so long: only leases end its pauses."""
+
+KILL_WAIT_S = 15.0
+"""For a publication to be under way."""
 
 FAIR_STARTS = 6
 """Starts of the controller that fair weather may need: one that died in the storm's last moment, and its followers."""
@@ -35,7 +48,7 @@ SCENARIOS: Mapping[str, tuple[str, ...]] = {
     "engines": ("kill_engine", "freeze_engine", "stop_engine", "break_engine", "slow_pause"),
     "updates": ("tear_update", "drop_tensor"),
     "sidecars": ("kill_sidecar", "partition"),
-    "controller": ("kill_controller", "interrupt_controller", "fill_disk"),
+    "controller": ("kill_controller", "kill_in_publication", "interrupt_controller", "fill_disk"),
     "workers": ("lose_worker",),
 }
 EVENTS = tuple(event for events in SCENARIOS.values() for event in events)
@@ -62,6 +75,7 @@ class Plan:
     chances: Mapping[Fault, float]
     events: tuple[tuple[float, str], ...]  # time, kind
     lose_at: frozenset[int]
+    outage_s: float  # until a controller that was killed is started again
 
 
 def draw_plan(rng: Random, scenario: str | None = None) -> Plan:
@@ -71,7 +85,9 @@ def draw_plan(rng: Random, scenario: str | None = None) -> Plan:
     network = scenario in (None, "network") and rng.random() < 0.8
     chances = {fault: rng.choice((0.0, 0.02, 0.1)) if network else 0.0 for fault in FAULTS}
     happen = [kind for kind in kinds if kind != "lose_worker"]
-    times = sorted(rng.uniform(6.0, STORM_S) for _ in range(rng.randint(1, 8))) if happen else []
+    # Without other faults a run is over after some 20 s: most of what happens has to happen before that.
+    last = rng.choice((14.0, 20.0, STORM_S))
+    times = sorted(rng.uniform(FIRST_EVENT_S, last) for _ in range(rng.randint(1, 8))) if happen else []
     lose = rng.sample(range(steps), 1) if "lose_worker" in kinds and rng.random() < 0.5 else []
     return Plan(
         _config(rng, steps),
@@ -79,6 +95,7 @@ def draw_plan(rng: Random, scenario: str | None = None) -> Plan:
         chances=chances,
         events=tuple((at, rng.choice(happen)) for at in times),
         lose_at=frozenset(lose),
+        outage_s=rng.choice((RESTART_S, RESTART_S, OUTAGE_S)),
     )
 
 
@@ -112,6 +129,12 @@ def _config(rng: Random, steps: int) -> Config:
                 "rollout_engine_init_timeout": 120.0,
             },
             "checkpoint": {"save_interval": rng.randint(1, 2)},
+            "eval": {
+                "eval_interval": rng.choice((None, 2)),
+                "sampled": False,
+                "skip_eval_before_train": rng.random() < 0.8,
+                "logprob_check_samples": 1,
+            },
         }
     )
 
@@ -123,7 +146,13 @@ class Story:
         rollout, publication = plan.config.rollout, plan.config.publication
         # Lease, a resume that runs into its 60 s deadline, its retry, and the longest stop of a process.
         longest = publication.lease_s + 60.0 + 65.0 + 40.0
-        bounds = Bounds(rollout.rollout_batch_size, rollout.n_samples_per_prompt, rollout.max_staleness, longest)
+        bounds = Bounds(
+            rollout.rollout_batch_size,
+            rollout.n_samples_per_prompt,
+            rollout.max_staleness,
+            longest_pause_s=longest,
+            resume_budget_s=publication.resume_budget_s,
+        )
         self.record = Record(bounds)
         self.starts = 0
         self._plan = plan
@@ -178,13 +207,17 @@ class Story:
                 self._check_debts_of(controller)
             if controller.finished or fair >= FAIR_STARTS:
                 return
-            await anyio.sleep(2.0)
+            await anyio.sleep(self._plan.outage_s if controller.killed else RESTART_S)
 
     def _account(self, error: BaseException, *, last: bool) -> None:
+        """A dead rollout side never ends a run with fault tolerance, unless none can be restored in time (R109)."""
+        tolerant = self._plan.config.engine.use_fault_tolerance
         for leaf in leaves(error):
             self.record.note(f"ended by {type(leaf).__name__}: {leaf}")
             if not isinstance(leaf, HybridAsyncError | ControllerKilled | TimeoutError):
                 self.record.violated(f"a bug: {type(leaf).__name__}: {leaf}")
+            elif isinstance(leaf, EngineError) and tolerant and leaf.operation != "recovery":
+                self.record.violated(f"an engine ended the run: {leaf}")
             elif last:
                 self.record.violated(f"the run doesn't get through in fair weather: {type(leaf).__name__}: {leaf}")
 
@@ -240,8 +273,27 @@ class Story:
             self._disk.full = False
         elif kind == "kill_controller" and self._controller is not None:
             self._controller.kill()
+        elif kind == "kill_in_publication":
+            await self._kill_in_publication()
         elif kind == "interrupt_controller" and self._controller is not None:
             self._controller.interrupt()
+
+    async def _kill_in_publication(self) -> None:
+        """While an engine is paused, or its pause is on the way."""
+        engines = [node.engine for node in self._nodes if node.engine is not None]
+        for engine in engines:
+            engine.pause_s = self._rng.choice((0.0, 1.0))
+        with anyio.move_on_after(KILL_WAIT_S):
+            while True:  # the real sidecar tells nobody
+                await anyio.sleep(0.1)
+                if any(node.up and node.control.machine.state != "running" for node in self._nodes):
+                    break
+            await anyio.sleep(self._rng.uniform(0.0, 0.4))
+        if self._controller is not None:
+            self._controller.kill()
+        await anyio.sleep(1.0)
+        for engine in engines:
+            engine.pause_s = 0.0
 
     def _calm(self) -> None:
         self._fair = True
@@ -270,8 +322,10 @@ class Story:
         """Who holds an engine is owed by the journal, now and for as long as it is held; messages take a moment."""
         suspects: dict[str, str] = {}
         while True:
-            await anyio.sleep(0.4)
+            await anyio.sleep(0.4 if any(suspects.values()) else 1.5)
             for node in self._nodes:
+                while node.broken:
+                    self.record.violated(node.broken.pop())
                 holder = node.control.machine.holder if node.up and node.control.machine.state == "paused" else None
                 owed = holder and any((d.engine, d.txn) == (node.name, holder.txn) for d in self._disk.owed)
                 txn = holder.txn if holder and not owed else None
