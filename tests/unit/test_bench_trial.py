@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hybridasync.bench import trial
 from hybridasync.bench.manifest import environment, flat
 from hybridasync.bench.usage import Usage, mean
+from hybridasync.observability.process import descendants, wait_ended
 
 STEPS = "import json,pathlib,sys; d=pathlib.Path({run!r}); d.mkdir(); "
 STEPS += "(d/'metrics.jsonl').write_text(''.join(json.dumps({{'step':n}})+'\\n' for n in range({steps}))); "
@@ -82,3 +84,30 @@ def test_a_manifest_has_settings_by_path_and_no_secret(monkeypatch: pytest.Monke
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert environment()["OMP_NUM_THREADS"] == "1"
     assert "secret" not in json.dumps(environment())
+
+
+def test_a_stopped_benchmark_ends_its_run_and_goes_on_later(tmp_path: Path) -> None:
+    """SIGTERM ends the run under way; nothing is left running, and the same command goes on."""
+    program = tmp_path / "slow.py"
+    program.write_text(
+        "import sys, time, pathlib\n"
+        "from hybridasync.bench import publication, trial\n"
+        "import bench_kit\n"
+        "trial._command = lambda *_: [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "publication.run(bench_kit.plan(), pathlib.Path(sys.argv[1]), tell=print)\n"
+    )
+    out = tmp_path / "out"
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(program), str(out)]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE) as process:
+        log = out / "work" / "trials" / "00-zero_kl" / "output.log"
+        while not log.exists() and process.poll() is None:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        members = descendants(process.pid)
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    assert members
+    assert wait_ended(members, 5) == set()
+    assert b"goes on with what is missing" in said
+    assert trial.already_done(log.parent) is None

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from hybridasync.bench.manifest import digests
+from hybridasync.bench.manifest import digests, source
 from hybridasync.bench.readings import EvidenceError, read_all
 from hybridasync.bench.report import documents
 from hybridasync.bench.results import Results, evaluate
@@ -83,8 +83,16 @@ def verify(out: Path) -> Results:
         results = evaluate(read_all(raw))
     for name, text in documents(results).items():
         if (out / name).read_bytes() != text.encode():
-            raise EvidenceError(f"{name} isn't what the raw logs in {ARCHIVE} give")
+            raise EvidenceError(f"{name} isn't what the raw logs in {ARCHIVE} give{_other_program(results)}")
     return results
+
+
+def _other_program(results: Results) -> str:
+    made_with = {str(one.manifest["source"]["sha256"]) for one in results.readings.trials if one.manifest}
+    here = source()
+    return (
+        "" if made_with == {here["sha256"]} else f" (to this program, which isn't the one that ran: {here['version']})"
+    )
 
 
 def _parse(path: Path) -> dict[str, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybridasync.bench import evidence, report
@@ -27,14 +29,25 @@ def run(plan: Plan, out: Path, *, tell: Told) -> Results:
     check(plan)
     work = prepare(plan, out)
     jobs = plan.jobs()
-    for number, job in enumerate(jobs, start=1):
-        folder = work / TRIALS / job.name
-        ended = already_done(folder)
-        kept = ended is not None and ended.status == "complete"
-        if ended is None or not kept:
-            ended = run_job(plan, job, folder)
-        tell(_line(ended, f"{number}/{len(jobs)} {job.name}", kept))
+    with _stoppable():
+        for number, job in enumerate(jobs, start=1):
+            folder = work / TRIALS / job.name
+            ended = already_done(folder)
+            kept = ended is not None and ended.status != "infrastructure"  # a failure on the way is a result
+            if ended is None or not kept:
+                ended = run_job(plan, job, folder)
+            tell(_line(ended, f"{number}/{len(jobs)} {job.name}", kept))
     return finish(out)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM as Ctrl-C: the run under way resumes its engines and ends before this process does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def finish(out: Path) -> Results:
@@ -79,7 +92,7 @@ def prepare(plan: Plan, out: Path) -> Path:
 
 def _line(ended: Ended, name: str, kept: bool) -> str:
     if kept:
-        return f"{name}: complete already"
+        return f"{name}: {ended.status} already"
     tried = f", {ended.attempts} attempts" if ended.attempts > 1 else ""
     reason = f": {ended.reason}" if ended.reason else ""
     return f"{name}: {ended.status} in {ended.wall_s:.0f} s{tried}{reason}"
