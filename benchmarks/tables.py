@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from hybridasync.bench import evidence
+from hybridasync.bench.readings import EvidenceError
 from hybridasync.bench.report import (
     MAIN,
     compared_table,
@@ -42,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     text = options.document.read_text(encoding="utf-8")
     for path in options.results:
-        name, section = publication(path) if path.is_dir() else of_file(path)
+        try:
+            name, section = publication(path) if path.is_dir() else of_file(path)
+        except (OSError, ValueError, KeyError, EvidenceError) as error:
+            sys.stderr.write(f"{path}: {error}\n")
+            return 1
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
             sys.stderr.write(f"{options.document} has no place for {name!r}: <!-- {name} --> … <!-- /{name} -->\n")

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import psutil
+
 from hybridasync.bench import control
-from hybridasync.bench.measure import Spread, write_results
+from hybridasync.bench.measure import write_results
 from hybridasync.bench.trial import epoch_s
 from hybridasync.observability.jsonl import read
 
@@ -76,7 +79,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("sort", "smollm2", "ray"), help="one part")
     parser.add_argument("--steps", type=int, help="fewer steps, to see that it works")
     options = parser.parse_args()
-    result: dict[str, Any] = {}
+    # Of this machine's time, before anything of ours runs: what others take goes on during the measurement.
+    result: dict[str, Any] = {"foreign_cpu_share": psutil.cpu_percent(interval=3.0) / 100}
     with tempfile.TemporaryDirectory(prefix="hybridasync-peers-") as folder:
         rows = []
         for task, rounds in ((SORT, options.rounds), (SMOL, max(1, options.rounds - 2))):
@@ -115,17 +119,24 @@ def training(task: Task, options: argparse.Namespace, folder: Path, *, rounds: i
             found[system].append(run | {"samples_s": rate(run)})
             say(f"{task.name}, {system}, seed {seed}: {json.dumps(found[system][-1])[:160]}")
     pairs = zip(found["hybridasync"], found["TRL"], strict=True)
-    ratio = str(Spread.of(own["samples_s"] / other["samples_s"] for own, other in pairs))
+    ratio = spread((own["samples_s"] / other["samples_s"] for own, other in pairs), 2)
     return [row(task, system, runs, "1" if system == "TRL" else f"**{ratio}**") for system, runs in found.items()]
 
 
 def row(task: Task, system: str, runs: Sequence[Mapping[str, Any]], ratio: str) -> list[str]:
-    def spread(name: str) -> str:
-        return str(Spread.of(run[name] for run in runs))
-
-    accuracies = [spread(name) for name in ("accuracy_before", "accuracy")]
+    shown = [
+        spread((run[name] for run in runs), digits)
+        for name, digits in (("start_s", 1), ("peak_mib", 0), ("accuracy_before", 3), ("accuracy", 3))
+    ]
     work = f"{task.title}, {task.prompts} × {task.samples}, {task.steps} steps"
-    return [f"{work}: {system}", spread("samples_s"), ratio, spread("start_s"), spread("peak_mib"), *accuracies]
+    return [f"{work}: {system}", spread((run["samples_s"] for run in runs), 1), ratio, *shown]
+
+
+def spread(values: Iterable[float], digits: int) -> str:
+    """Median (least to largest), or the one value there is."""
+    found = sorted(values)
+    middle = f"{median(found):,.{digits}f}"
+    return middle if len(found) == 1 else f"{middle} ({found[0]:,.{digits}f} to {found[-1]:,.{digits}f})"
 
 
 def rate(run: Mapping[str, Any]) -> float:
