@@ -59,13 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def publication(path: Path) -> tuple[str, str]:
     results = evidence.verify(path)
-    blocking = results.readings.plan.blocking
     lines = [headline(results), "", *markdown_table(measures_table(results, MAIN))]
     lines += ["", *markdown_table(compared_table(results))]
     lines += ["", *(f"* {verdict_text(one)}" for one in results.verdicts)]
     _, where = provenance(results)
     lines += ["", "; ".join(f"{what}: {which}" for what, which in where if what in ("hybridasync", "machine")) + "."]
-    return ("publication-blocking" if blocking else "publication"), "\n".join(lines) + "\n"
+    return "publication", "\n".join(lines) + "\n"
 
 
 def of_file(path: Path) -> tuple[str, str]:
