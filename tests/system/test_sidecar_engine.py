@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anyio
@@ -49,6 +49,41 @@ def until_ready(running: Running) -> dict[str, object]:
         assert not status["detail"] and time.monotonic() < deadline, status
         time.sleep(0.2)
     return status
+
+
+async def test_c09_a_pause_reaches_the_engine_among_200_open_generations(
+    running: Running, figure: Callable[[str], None]
+) -> None:
+    """C09: with 200 long requests open at one engine, pause and end go through connections of their own."""
+    status = await anyio.to_thread.run_sync(until_ready, running)
+    url, answers = str(status["engine_url"]), 0
+    async with (
+        SglangServer("e", url, control_timeout_s=DEADLINE_S, request_timeout_s=120) as engine,
+        running.client() as sidecar,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def generate(index: int) -> None:
+            nonlocal answers
+            await engine.generate(f"r{index}", [1, 2, 3], LONG)
+            answers += 1
+
+        for index in range(200):
+            tasks.start_soon(generate, index)
+        with anyio.fail_after(DEADLINE_S):
+            while True:
+                if await engine.in_flight() >= 190 - answers:
+                    break
+                await anyio.sleep(0.05)
+        took_s = []
+        for sequence in range(5):
+            started = time.monotonic()
+            assert await sidecar.pause(txn(sequence), "retract", 60.0)
+            took_s.append(time.monotonic() - started)
+            await sidecar.end(txn(sequence))
+        assert answers < 200
+        tasks.cancel_scope.cancel()
+    figure(f"200 long generations open: five pauses took {', '.join(f'{s:.3f}' for s in took_s)} s")
 
 
 async def test_a_publication_by_hand_through_sidecar_and_engine(running: Running, tmp_path: Path) -> None:
