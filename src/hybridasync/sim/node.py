@@ -100,7 +100,7 @@ class SimHost:
             while self._client is None:
                 if self.detail:
                     raise EngineError(self.name, "recover", self.detail)
-                await anyio.sleep(0.1)
+                await anyio.sleep(0.5)
 
     async def fence(self) -> None:
         self._client = None

@@ -285,7 +285,7 @@ class Story:
             engine.pause_s = self._rng.choice((0.0, 1.0))
         with anyio.move_on_after(KILL_WAIT_S):
             while True:  # the real sidecar tells nobody
-                await anyio.sleep(0.1)
+                await anyio.sleep(0.2)
                 if any(node.up and node.control.machine.state != "running" for node in self._nodes):
                     break
             await anyio.sleep(self._rng.uniform(0.0, 0.4))
@@ -308,7 +308,7 @@ class Story:
 
     async def _watch_pauses(self) -> None:
         while True:
-            await anyio.sleep(5.0)
+            await anyio.sleep(8.0)
             for node in self._nodes:
                 engine = node.engine
                 if engine is None or not engine.alive or engine.paused_since is None:
@@ -322,7 +322,8 @@ class Story:
         """Who holds an engine is owed by the journal, now and for as long as it is held; messages take a moment."""
         suspects: dict[str, str] = {}
         while True:
-            await anyio.sleep(0.4 if any(suspects.values()) else 1.5)
+            working = self._controller is not None and not (self._controller.finished or self._controller.killed)
+            await anyio.sleep(0.4 if any(suspects.values()) else 1.5 if working else 6.0)
             for node in self._nodes:
                 while node.broken:
                     self.record.violated(node.broken.pop())
