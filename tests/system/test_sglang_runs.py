@@ -47,6 +47,7 @@ SETTINGS = {
     "rollout.request_timeout_s": 120.0,
     "warm_start.steps": 20,
     "eval.eval_interval": "none",
+    "eval.eval_at_end": False,
     "checkpoint.save_interval": "none",
     "observability.tensorboard": False,
     "algorithm.filter_zero_variance": False,
