@@ -11,8 +11,9 @@ import pytest
 from tests.sidecar_kit import B, Rig, txn
 
 from hybridasync.errors import NotSent, Rejected
-from hybridasync.protocol.transactions import TransactionMachine
+from hybridasync.protocol.transactions import ENDED, TransactionMachine
 from hybridasync.sidecar.app import SidecarApi
+from hybridasync.sidecar.host import NotSupportedError
 
 TOKEN = "s3cret"
 
@@ -109,3 +110,30 @@ async def test_metrics_are_prometheus_text(api: Api) -> None:
     assert samples["hybridasync_sidecar_engine_up"] == "1"
     assert float(samples["hybridasync_sidecar_pauses_total"]) >= 0
     assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+async def test_u1_a_fence_is_the_end_of_the_transactions_that_it_names(launched: bool) -> None:
+    """U1, R78: the one that holds ends with the engine, a late pause of the other does nothing, a newer one pauses.
+
+    Where the fence is refused, the pause is still owed a resume, and the sidecar tries it by itself.
+    """
+    rig = Rig()
+    assert await rig.pause(txn(0), "retract")
+
+    async def fence() -> None:
+        if not launched:
+            raise NotSupportedError("restart it by hand")
+        rig.engine.paused = False
+
+    rig.control._host.fence = fence  # type: ignore[method-assign]
+    if launched:
+        await rig.control.fence((txn(0), txn(1)))
+        assert rig.machine.state == "running"
+        assert not await rig.pause(txn(0), "retract")
+        assert await rig.pause(txn(2), "retract")
+    else:
+        with pytest.raises(NotSupportedError):
+            await rig.control.fence((txn(0), txn(1)))
+        assert rig.machine.state == "recovery_required"
+    assert not rig.machine.retains(txn(1)) or rig.machine.request_pause(txn(1), 0.0) == ENDED
