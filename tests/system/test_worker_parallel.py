@@ -38,7 +38,7 @@ def test_checkpoint_of_data_parallel_two_resumes(output: str, dtype: str, distri
 
 @pytest.mark.parametrize("layout", ["tp=1 pp=1", "tp=2 pp=1", "tp=1 pp=2"])
 def test_checkpoint_of_tensor_parallel_two_resumes(output: str, layout: str) -> None:
-    """Saved at TP=2, training goes on bit-exactly there, and to 1e-5 in every weight at DP=2 and PP=2."""
+    """Saved at TP=2, training goes on bit-exactly there, and to 1e-5 in loss and every weight at DP=2 and PP=2."""
     assert f"ok checkpoint fp32 distributed=False {layout} saved at (2, 1)" in output
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tests.worker_kit import KINDS, save_model, tiny_config, tiny_hf
 
 from hybridasync.errors import CheckpointError
@@ -181,13 +182,16 @@ def trained(source: Path, *, distributed: bool, dtype: str = "fp32") -> tuple[mo
     return bundle, wrapped, optimizer
 
 
-def step(bundle: model.ModelBundle, wrapped: Any, optimizer: Any, seed: int) -> None:
-    """One update on the same pack on every data parallel rank."""
+def step(bundle: model.ModelBundle, wrapped: Any, optimizer: Any, seed: int) -> float | None:
+    """One update on the same pack on every data parallel rank; answers its loss on the last stage."""
     ids = torch.randint(3, 100, (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
-    run_packed(bundle, ids, train=True, wrapped=wrapped)
+    logits = run_packed(bundle, ids, train=True, wrapped=wrapped)
     assert optimizer.step()[0]
+    if logits is None:
+        return None
+    return F.cross_entropy(logits[:, : bundle.hf.vocab_size].float(), ids.roll(-1)).item()
 
 
 def weights(bundle: model.ModelBundle) -> dict[str, torch.Tensor]:
@@ -203,8 +207,7 @@ def check_checkpoint(work: Path, *, distributed: bool, dtype: str, saved_at: tup
             step(bundle, wrapped, optimizer, seed)
         saved = weights(bundle)
         checkpoints.save(folder, bundle.gpt, optimizer, extra={"steps": 2, "phase": "rl"})
-        for seed in (3, 4):
-            step(bundle, wrapped, optimizer, seed)
+        losses = [step(bundle, wrapped, optimizer, seed) for seed in (3, 4)]
         wanted = weights(bundle)
     tolerance = 1e-5 if dtype == "fp32" else 0.02
     for tp, pp in ((1, 1), (2, 1), (1, 2)):
@@ -212,8 +215,9 @@ def check_checkpoint(work: Path, *, distributed: bool, dtype: str, saved_at: tup
             bundle, wrapped, optimizer = trained(source, distributed=distributed, dtype=dtype)
             assert checkpoints.load(folder, bundle.gpt, optimizer) == {"steps": 2, "phase": "rl"}
             compare(place, saved, weights(bundle), 0)
-            for seed in (3, 4):
-                step(bundle, wrapped, optimizer, seed)
+            found = [step(bundle, wrapped, optimizer, seed) for seed in (3, 4)]
+            pairs = [(a, b) for a, b in zip(losses, found, strict=True) if a is not None and b is not None]
+            assert dtype == "bf16" or all(abs(a - b) <= tolerance for a, b in pairs), pairs
             compare(place, wanted, weights(bundle), 0 if (tp, pp) == saved_at else tolerance)
         say(f"checkpoint {dtype} distributed={distributed} tp={tp} pp={pp} saved at {saved_at}")
 
