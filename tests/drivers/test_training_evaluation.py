@@ -63,7 +63,7 @@ async def test_r12_r49_every_step_asks_for_evaluation_alike_in_every_mode(
 
 
 async def test_r51_an_evaluation_is_sent_before_sampling_goes_on() -> None:
-    """R51: pause, swap, resume, evaluation, and only then the prompts that waited for the publication."""
+    """R51, U9: pause, swap, resume, evaluation, and only then the prompts that waited for the publication."""
     bench = Bench(recipe(4, eval={**EVAL, "eval_interval": 1}, rollout={"max_staleness": 1}, algorithm=TIS))
     answer = bench.server.generate
 

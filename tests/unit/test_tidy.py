@@ -153,6 +153,15 @@ def test_nothing_is_asserted_or_left_open_in_source() -> None:
     assert found == []
 
 
+def test_r127_benchmark_data_and_results_are_not_packaged() -> None:
+    """R127: a wheel has the two packages and the recipes: nothing of benchmarks/, no table, log or archive."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    assert build["wheel"]["packages"] == ["src/hybridasync", "cli/hybridasync_cli"]
+    assert list(build["wheel"]["force-include"]) == ["recipes"]
+    shipped = [path for place in ("src", "cli", "recipes") for path in (ROOT / place).rglob("*") if path.is_file()]
+    assert [path for path in shipped if path.suffix in {".csv", ".gz", ".jsonl", ".svg", ".safetensors"}] == []
+
+
 def test_every_module_says_what_it_is_for() -> None:
     """A source module begins with a docstring."""
     silent = [place(path) for path in python_files("src", "cli") if not ast.get_docstring(tree_of(path))]
@@ -228,7 +237,7 @@ def _checks_something(test: Function) -> bool:
 
 
 def test_tests_are_where_pytest_finds_them() -> None:
-    """A file with tests is called test_*.py."""
+    """R128: a file with tests is called test_*.py."""
     hidden = [
         place(path)
         for path in python_files("tests")
@@ -250,7 +259,7 @@ def test_every_test_promises_and_checks(rule: str, keeps: Callable[[Function], b
 
 
 def test_a_skipped_test_says_why() -> None:
-    """Every skip, skipif, xfail and importorskip has a reason."""
+    """R128: every skip, skipif, xfail and importorskip has a reason."""
     silent = []
     for path in python_files("tests"):
         for name, call in calls(path):
