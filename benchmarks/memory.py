@@ -24,6 +24,8 @@ from plain import print_table
 from hybridasync.bench.measure import write_results
 
 ROLES = ("trainer_rss_mib", "rollout_rss_mib", "controller_rss_mib")
+SHOWN = ("first", "half", "last", "slope_mib_per_1000_steps")
+SERIES = 50  # values of each in the results
 TIMEOUT_S = 7200
 
 
@@ -79,12 +81,16 @@ def main() -> None:
             "half": values[len(values) // 2],
             "last": values[-1],
             "slope_mib_per_1000_steps": slope(values),
+            "series": values[:: max(1, len(values) // SERIES)],
         }
     print(f"{len(rows)} steps; MiB\n")
     header = ("", "first step", "half-way", "last step", "slope / 1,000 steps")
     print_table(
         header,
-        [[role.removesuffix("_rss_mib"), *(f"{v:.1f}" for v in of.values())] for role, of in result["roles"].items()],
+        [
+            [role.removesuffix("_rss_mib"), *(f"{of[name]:.1f}" for name in SHOWN)]
+            for role, of in result["roles"].items()
+        ],
     )
     if options.out is not None:
         write_results(options.out, "memory", [result])
