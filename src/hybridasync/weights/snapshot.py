@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -22,6 +23,19 @@ from safetensors.torch import save_file
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 4 << 30
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of types."""
 
 
 class SnapshotError(ValueError):
@@ -74,9 +88,29 @@ def _opened(file: Path) -> Iterator[Any]:
 def read_tensors(path: str | os.PathLike[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name, tensor (CPU, as stored) one at a time, sharded directories too. Raises SnapshotError."""
     for file, names in weight_files(path).items():
-        with _opened(Path(path) / file) as handle:
-            for name in names:
-                yield name, handle.get_tensor(name)
+        yield from _mapped(Path(path) / file, names)
+
+
+def _mapped(file: Path, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors over the mapped file. safetensors checks the file, but isn't asked for tensors: version 0.8.0 loses 61
+    bytes for each, which over thousands of publications adds up."""
+    with _opened(file) as handle:
+        known = set(handle.keys())
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    octets = np.memmap(file, np.uint8, mode="c")  # private: a reader that writes changes its own copy
+    for name in names:
+        if name not in known:
+            raise SnapshotError(f"{file}: no tensor {name}")
+        entry = header[name]
+        dtype = _TYPES.get(entry["dtype"])
+        if dtype is None:
+            raise SnapshotError(f"{file}: {name} has type {entry['dtype']}, which isn't known here")
+        begin, end = (8 + size + offset for offset in entry["data_offsets"])
+        row = torch.from_numpy(octets[begin:end])
+        row = row if begin % dtype.itemsize == 0 else row.clone()
+        yield name, row.view(dtype).view(entry["shape"])
 
 
 def write_snapshot(
