@@ -7,6 +7,7 @@ import logging
 import pytest
 from typer.testing import CliRunner
 
+from hybridasync.sim.record import Bounds, Record
 from hybridasync.sim.scenario import SCENARIOS, play
 from hybridasync_cli.main import app
 
@@ -48,3 +49,15 @@ def test_the_command_prints_the_seed_and_exits_1() -> None:
     assert wrong.exit_code == 1 and "hybridasync sim --seed " in " ".join(wrong.output.split())
     assert "resume_unshielded" in runner.invoke(app, ["sim", "--list-mutations"]).output
     assert runner.invoke(app, ["sim", "--scenario", "nonsense"]).exit_code == 2
+
+
+def test_a_group_that_vanishes_or_comes_twice_is_noticed() -> None:
+    """What was admitted is trained, dropped, filtered or holds a slot; there are (S+1)*P slots and no more."""
+    record = Record(Bounds(1, 1, 0, longest_pause_s=1.0, resume_budget_s=1.0))
+    for state in ("in_flight", "complete", "trained"):
+        record.group(1, state)
+    assert record.violations == []
+    record.group(1, "trained")
+    record.group(2, "in_flight")
+    record.group(3, "in_flight")
+    assert record.violations == ["group 1 is trained after it was nothing", "2 groups in 1 slots"]

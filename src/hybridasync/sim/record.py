@@ -9,6 +9,14 @@ from dataclasses import dataclass, field
 from hybridasync.sim.engine import FRESH, TORN, token_of
 from hybridasync.types import Completion, EvalResult, Group, GroupState, PublicationResult, TrainBatch
 
+COMES_AFTER: Mapping[GroupState, tuple[GroupState | None, ...]] = {
+    "in_flight": (None,),
+    "complete": ("in_flight",),
+    "filtered": ("in_flight",),
+    "dropped": ("in_flight", "complete"),
+    "trained": ("complete",),
+}
+
 
 @dataclass(slots=True)
 class Bounds:
@@ -30,6 +38,7 @@ class Record:
     trained: dict[int, tuple[int, ...]] = field(default_factory=dict)  # step → uids; a resumed run does steps again
     events: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
+    groups: dict[int, GroupState] = field(default_factory=dict)  # of one controller: those that hold a slot
 
     def violated(self, what: str) -> None:
         self.violations.append(what)
@@ -61,7 +70,17 @@ class Record:
                 self.violated(f"group {group.prompt.uid} has {len(group.samples)} samples")
 
     def group(self, uid: int, state: GroupState, **fields: object) -> None:
-        return None
+        """Admitted = trained + dropped + filtered + in flight + waiting, and never more than there are slots."""
+        before = self.groups.get(uid)
+        if before not in COMES_AFTER[state]:
+            self.violated(f"group {uid} is {state} after it was {before or 'nothing'}")
+        if state in ("in_flight", "complete"):
+            self.groups[uid] = state
+        else:
+            self.groups.pop(uid, None)
+        slots = (self.bounds.max_staleness + 1) * self.bounds.batch_size
+        if len(self.groups) > slots:
+            self.violated(f"{len(self.groups)} groups in {slots} slots")
 
     def event(self, name: str, /, **fields: object) -> None:
         self.events[name] += 1

@@ -199,6 +199,7 @@ class Story:
             fair += self._fair
             controller = self._controller = Controller(world, self.starts)
             self.record.note(f"start {self.starts}")
+            self.record.groups.clear()
             try:
                 await controller.run()
             except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001  # the supervisor of a whole world
