@@ -56,6 +56,8 @@ STUB = (*OURS, "stub")
 START_LIMIT_S = 120.0
 ORPHANS_AFTER_S = 20.0
 SPARE_DESCRIPTORS = 200
+AT_ONCE = 64
+"""Requests that are opened in one moment: a connection has to be made within http.CONNECT_TIMEOUT_S."""
 
 
 def control_plane(idle_s: float) -> Numbers:
@@ -219,11 +221,10 @@ async def open_requests(wanted: int) -> Numbers:
             started = time.perf_counter()
             async with anyio.create_task_group() as watch:
                 watch.start_soon(loop_lag, opening)
-                for number in range(count):
+                for number in range(1, count + 1):
                     requests.start_soon(hold)
-                    if number % 64 == 63:
-                        await anyio.sleep(0.005)  # a run doesn't start all of its requests in one moment either
-                await control.call("open", "GET", f"/open/{count}", timeout_s=600)
+                    if number % AT_ONCE == 0 or number == count:
+                        await control.call("open", "GET", f"/open/{number}", timeout_s=600)
                 watch.cancel_scope.cancel()
             opened_s = time.perf_counter() - started
             with anyio.move_on_after(5.0):
