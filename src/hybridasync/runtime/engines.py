@@ -35,6 +35,9 @@ REVIVE_GRACE_S = 1.0
 
 POLL_S = 0.1
 
+SEEDS = 2**32
+"""SGLang's scheduler gives its seed to numpy, which refuses larger ones: so a seed of 20260802 ended every engine."""
+
 
 @asynccontextmanager
 async def running_engines(config: Config, run_dir: Path) -> AsyncIterator[list[Engine]]:
@@ -140,7 +143,7 @@ def _command(config: Config, index: int) -> list[str]:
     port = str(engine.port + index) if engine.port else "{port}"
     context = ["--context-length", str(engine.context_length)] if engine.context_length else []
     shared = ["--host", "127.0.0.1", "--port", port, "--max-running-requests", str(engine.max_running_requests)]
-    shared += ["--random-seed", str(config.seed * 1000 + index), *context]
+    shared += ["--random-seed", str((config.seed * 1000 + index) % SEEDS), *context]
     device = device_of(config)
     if engine.kind == "sglang":
         return launch_command(config, device=device, address=tuple(shared))

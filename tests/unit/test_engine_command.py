@@ -1,0 +1,19 @@
+"""The command that an engine is launched with."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridasync.config.load import load
+from hybridasync.config.pipeline import resolve
+from hybridasync.runtime import engines
+
+
+@pytest.mark.parametrize("seed", [0, 20260802, 2**32])
+def test_every_seed_of_a_run_is_one_that_an_engine_takes(seed: int) -> None:
+    """numpy, and with it SGLang, takes seeds below 2**32; engines of one run have different ones."""
+    config = resolve(load("quickstart", [f"seed={seed}"])).config
+    commands = [engines._command(config, index) for index in range(2)]
+    seeds = [int(command[command.index("--random-seed") + 1]) for command in commands]
+    assert all(0 <= found < 2**32 for found in seeds)
+    assert seeds[0] != seeds[1]
