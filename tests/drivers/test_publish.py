@@ -60,8 +60,8 @@ class Saga:
         self.fleet, self.servers, self.sidecars = make_fleet(self.world, count)
         self.journal, self.debts, self.sink = MemoryJournal(), Debts(), RecordingSink()
         settings = PublicationSection(
-            resume_budget_s=0.3,
-            rollout_http_timeout=0.2,
+            resume_budget_s=1.0,
+            rollout_http_timeout=1.0,
             on_ambiguous_pause=policy,
             staged=way == "staged",
             blocking=way == "blocking",

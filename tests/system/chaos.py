@@ -31,7 +31,7 @@ from hybridasync.transport.journal import JournalFile
 
 BATCH, SAMPLES = 2, 2
 LEASE_S = 4.0
-BUDGET_S = 9.0
+BUDGET_S = 15.0
 
 RECIPE: dict[str, dict[str, object]] = {
     "rollout": {

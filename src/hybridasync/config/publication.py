@@ -74,7 +74,11 @@ class PublicationSection(Section):
     )
     drain_timeout_s: Seconds = Field(default=600.0, description="how long to wait for engines to be ready to pause")
     resume_budget_s: Annotated[float, Field(gt=0, lt=30)] = Field(
-        default=20.0, description="budget of all compensating resumes together; under torchrun's 30 s"
+        default=20.0,
+        description=(
+            "budget of all that is owed after a swap together: half for the resumes, the rest for fencing where they "
+            "aren't confirmed; under torchrun's 30 s"
+        ),
     )
     on_ambiguous_pause: Literal["fence", "fail", "degrade"] = Field(
         default="fence", description="what to do with an engine whose resume isn't confirmed"

@@ -27,7 +27,10 @@ from hybridasync.protocol.routing import Remedy
 from hybridasync.types import PauseMode, PublicationResult, WeightSnapshot
 
 END_ATTEMPTS = 3
-"""R98. With one second between; all engines at once, all attempts inside `resume_budget_s`."""
+"""R98. With one second between, all engines at once."""
+
+END_SHARE = 0.5
+"""Of `resume_budget_s`, for the resumes. The rest is for what follows where they aren't confirmed: fence, replacement."""
 
 FENCE_PAUSE_S = 1.0
 
@@ -293,20 +296,25 @@ class Publisher:
             self._parts.sink.event("publication_degraded", level="warning", engine=name, version=version, cause=why)
 
     async def _end_all(self, saga: _Saga) -> None:
+        """All of it within `resume_budget_s` (R102, U11)."""
         owed = self._parts.debts.owed(saga.txn)
-        with anyio.move_on_after(self._settings.resume_budget_s):
+        deadline = anyio.current_time() + self._settings.resume_budget_s
+        with anyio.move_on_after(END_SHARE * self._settings.resume_budget_s):
             async with anyio.create_task_group() as tasks:
                 for engine in saga.engines:
                     if engine.name in owed:
                         tasks.start_soon(self._end, engine, saga.txn)
-        saga.resumed_at = anyio.current_time()
         left = self._parts.debts.owed(saga.txn)
-        if left:
-            await self._last_resort([e for e in saga.engines if e.name in left], saga)
+        try:
+            if left:
+                await self._last_resort([e for e in saga.engines if e.name in left], saga, deadline=deadline)
+        finally:
+            saga.resumed_at = anyio.current_time()
 
     async def _end(self, engine: Engine, txn: str) -> None:
-        pause_s = min(1.0, self._settings.resume_budget_s / END_ATTEMPTS**2)
-        timeout = self._settings.resume_budget_s / END_ATTEMPTS - pause_s
+        share_s = END_SHARE * self._settings.resume_budget_s / END_ATTEMPTS
+        pause_s = min(1.0, share_s / END_ATTEMPTS)
+        timeout = share_s - pause_s
         for attempt in range(END_ATTEMPTS):
             try:
                 with anyio.fail_after(timeout):
@@ -320,9 +328,9 @@ class Publisher:
                 self._settle(engine.name, txn, "ended")
                 return
 
-    async def _last_resort(self, engines: Sequence[Engine], saga: _Saga) -> None:
+    async def _last_resort(self, engines: Sequence[Engine], saga: _Saga, *, deadline: float) -> None:
         """U1: fence what can't be resumed; if that fails too, the run ends with exit code 3."""
-        with anyio.move_on_after(self._settings.resume_budget_s):
+        with anyio.CancelScope(deadline=deadline):
             async with anyio.create_task_group() as tasks:
                 for engine in engines:
                     saga.failures[engine.name] = "its resume was never confirmed"
@@ -339,7 +347,7 @@ class Publisher:
         while True:
             try:
                 # A part of the budget: a sidecar that hangs must leave time for what is tried next.
-                with anyio.fail_after(self._settings.resume_budget_s / END_ATTEMPTS):
+                with anyio.fail_after((1 - END_SHARE) * self._settings.resume_budget_s / END_ATTEMPTS):
                     await engine.sidecar.fence((saga.txn,))
                 break
             except (EngineError, TimeoutError) as error:
