@@ -29,7 +29,7 @@ def publisher(engines: Sequence[Engine], journal: MemoryJournal, debts: Debts) -
 
 @virtual
 async def test_r102_the_resumes_of_64_engines_keep_one_budget() -> None:
-    """R98, R102, U1, U11: a quarter hangs, a quarter fails: three attempts each, then a fence, all within resume_budget_s."""
+    """R98, R102, U1, U11: a quarter hangs, a quarter fails: three attempts each and a fence, within resume_budget_s."""
     world, journal, debts = World(), MemoryJournal(), Debts()
     attempts = dict.fromkeys((f"engine-{index}" for index in range(64)), 0)
 

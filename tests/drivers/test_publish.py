@@ -107,7 +107,7 @@ async def test_the_debt_is_in_the_journal_before_the_pause_is_sent() -> None:
 
 @pytest.mark.parametrize("way", ["disk", "staged", "blocking"])
 async def test_r100_cancelled_at_every_point_no_engine_stays_paused(way: str, figure: Callable[[str], None]) -> None:
-    """Kill-point matrix: cancelled before a send, after it and after the reply, at each call of the saga."""
+    """R68 (retract, as in fully_async): cancelled before a send, after it and after the reply, at each call of it."""
     points = 0
     while True:
         saga = Saga(way=way)
@@ -238,7 +238,7 @@ async def test_r63_an_engine_that_cannot_be_reached_is_passed_over_without_an_en
 
 
 async def test_r57_an_engine_that_is_not_ready_is_asked_again_with_the_same_id() -> None:
-    """Answers of "not ready" are polled until it is, in one transaction."""
+    """R57, R58: answers of "not ready" are polled until it is, in one transaction."""
     saga = Saga(count=1)
     saga.sidecars[0].not_ready = 2
     await saga.publish()
@@ -246,8 +246,45 @@ async def test_r57_an_engine_that_is_not_ready_is_asked_again_with_the_same_id()
     assert len({record["txn"] for record in saga.journal.records}) == 1
 
 
+async def test_r59_a_pause_and_its_end_share_an_id_that_is_never_used_again() -> None:
+    """R59: `ha1:<session>:<n>` with n = 0, 1, 2 …; one for all engines of a publication, from pause to end."""
+    saga = Saga()
+    used: list[tuple[str, str]] = []
+    for sidecar in saga.sidecars:
+        pause, end = sidecar.pause, sidecar.end
+
+        async def paused(txn: str, *rest: Any, call: Any = pause) -> bool:
+            used.append(("pause", txn))
+            return bool(await call(txn, *rest))
+
+        async def ended(txn: str | None, call: Any = end) -> None:
+            used.append(("end", str(txn)))
+            await call(txn)
+
+        sidecar.pause, sidecar.end = paused, ended  # type: ignore[method-assign]
+    for version in (1, 2, 3):
+        await saga.publisher.publish(version, "/x", step=version)
+    expected = [(call, f"ha1:{'0' * 32}:{number}") for number in range(3) for call in ("pause", "end") for _ in "ab"]
+    assert used == expected
+
+
+async def test_r64_a_pause_of_unknown_outcome_is_ended_and_the_step_is_degraded() -> None:
+    """R64, R97: it may have paused, so its end is sent; acknowledged, the other engine alone serves the version."""
+    saga = Saga()
+
+    async def hook(point: str) -> None:
+        if point == "engine-0 pause: after send":
+            raise OutcomeUnknown("engine-0", "pause", "reset")
+
+    saga.world.hook = hook
+    result = await saga.publish()
+    assert result.degraded and result.engines == ("engine-1",)  # type: ignore[attr-defined]
+    assert saga.world.log.count("engine-0 end") == 1 and saga.sidecars[0].fenced == 0
+    saga.assert_nothing_paused()
+
+
 async def test_c07_a_checksum_that_differs_quarantines_the_engine_and_resumes_it() -> None:
-    """Resume is unconditional, re-admission is not: the engine runs, and serves nothing."""
+    """U15: resume is unconditional, re-admission is not: the engine runs, and serves nothing."""
     saga = Saga()
     saga.servers[0].sums = {"a": "1"}
     await saga.publish()
@@ -257,7 +294,7 @@ async def test_c07_a_checksum_that_differs_quarantines_the_engine_and_resumes_it
 
 
 async def test_no_engine_verified_is_an_error_with_the_causes() -> None:
-    """With every engine quarantined the publication raises, and names what went wrong where."""
+    """R101: with every engine quarantined the publication raises, and names what went wrong where."""
     saga = Saga()
     for server in saga.servers:
         server.sums = {}
@@ -300,7 +337,7 @@ async def test_c01_c_a_resume_that_cannot_be_had_ends_the_run(policy: str) -> No
 
 
 async def test_prompts_are_held_back_from_the_pause_until_re_admission() -> None:
-    """While a publication runs the gate is held, and open again afterwards."""
+    """R111: while a publication runs the gate is held, and open again afterwards, also where it failed."""
     saga = Saga()
     held: list[bool] = []
 
@@ -310,6 +347,11 @@ async def test_prompts_are_held_back_from_the_pause_until_re_admission() -> None
     saga.world.hook = hook
     await saga.publish()
     assert held and all(held)
+    assert saga.fleet._held == 0
+    for server in saga.servers:
+        server.sums = {}
+    with pytest.raises(PublicationFailed):
+        await saga.publisher.publish(2, "/x", step=1)
     assert saga.fleet._held == 0
 
 

@@ -217,7 +217,7 @@ async def test_c11_a_a_stopped_process_is_fenced_after_consecutive_failures_only
 
 @virtual
 async def test_c11_b_a_probe_that_crosses_a_publication_says_nothing() -> None:
-    """A publication in which the engine answers no probe: nobody is killed, and monitoring goes on after it."""
+    """R69: a publication in which the engine answers no probe: nobody is killed, and monitoring goes on after it."""
     async with rollouts(health_interval_s=1.0) as rig:
         slow = rig.engine(0)
         update = slow.update_weights
@@ -239,7 +239,7 @@ async def test_c11_b_a_probe_that_crosses_a_publication_says_nothing() -> None:
 
 @virtual
 async def test_c11_c_monitoring_goes_on_after_a_failed_publication() -> None:
-    """One engine's load fails: it is published to again by itself, and a later death is noticed."""
+    """R69, R103: one engine's load fails: it is published to again by itself, and a later death is noticed."""
     async with rollouts() as rig:
         rig.nodes[0]._snapshots = rig.engine(0)._snapshots = lambda path: path != "/2"
         await rig.publish(2)
@@ -272,7 +272,7 @@ async def test_u1_a_fenced_engine_is_published_to_and_routed_to_again() -> None:
 
 @virtual
 async def test_law_4_nothing_that_a_torn_engine_makes_is_used() -> None:
-    """Requests live through a publication (retract) that leaves the engine torn: they are made anew elsewhere."""
+    """U15, R68: requests live through a publication (retract) that leaves the engine torn: they are made elsewhere."""
     async with rollouts() as rig, anyio.create_task_group() as tasks:
         groups: list[tuple[Completion, ...]] = []
         tasks.start_soon(whole_groups, rig, 8, groups)

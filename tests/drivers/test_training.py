@@ -56,7 +56,7 @@ async def test_r114_u8_skipped_publications_show_in_the_version_lag() -> None:
 
 
 async def test_r30_workers_hear_of_each_publication_whether_engines_serve_it() -> None:
-    """R30, R105a, U3: committed once an engine took it, else aborted; one decision each, in growing epochs."""
+    """R30, R56, R66, R105a, U3: committed once an engine took it, else aborted; a decision each, in growing epochs."""
     bench = Bench(recipe(4))
     async with bench.loop() as loop:
         await loop.begin()

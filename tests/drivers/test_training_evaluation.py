@@ -80,7 +80,7 @@ async def test_r51_an_evaluation_is_sent_before_sampling_goes_on() -> None:
 
 
 async def test_r52_the_wait_for_an_evaluation_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R52, R54: an evaluation that hangs is waited for before the next publication and at the end, then warned of."""
+    """R52, R54, R108: an evaluation that hangs is waited for before the next publication and at the end, then told."""
     assert training.EVAL_WAIT_S == 1800
     monkeypatch.setattr(training, "EVAL_WAIT_S", 0.05)
     evaluation = {**EVAL, "eval_interval": 1, "skip_eval_before_train": True}

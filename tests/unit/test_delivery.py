@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import anyio
 import httpx
@@ -26,7 +27,7 @@ from hybridasync.http import Endpoint
 from hybridasync.protocol.delivery import EXCEPTIONS, classify_exception, classify_status, may_have_happened
 from hybridasync.transport.sglang import SglangServer
 from hybridasync.transport.sidecar import SidecarClient
-from hybridasync.types import SamplingParams
+from hybridasync.types import SamplingParams, WeightSnapshot
 
 Handler = Callable[[SocketStream], Awaitable[None]]
 
@@ -154,6 +155,38 @@ async def test_r61_a_pause_tells_whether_it_may_have_happened(handler: Handler, 
         with anyio.fail_after(5), pytest.raises(error) as raised:
             await sidecar.pause("ha1:" + "a" * 32 + ":0", "retract", 10.0)
     assert raised.value.engine == "e" and raised.value.operation == "pause"
+
+
+async def test_u2_no_control_call_is_without_a_deadline() -> None:
+    """U2, R106: a server that accepts and says nothing: each call of sidecar and engine ends after its deadline."""
+    txn = "ha1:" + "a" * 32 + ":0"
+    snapshot = WeightSnapshot(1, "/x", {}, 0, 0.0)
+    async with (
+        tcp_server(stalls) as url,
+        SidecarClient("e", url, "t", timeout_s=0.2) as sidecar,
+        SglangServer("e", url, control_timeout_s=0.2, request_timeout_s=0.2) as server,
+    ):
+        calls: list[Callable[[], Awaitable[object]]] = [
+            sidecar.status,
+            partial(sidecar.pause, txn, "retract", 1.0),
+            partial(sidecar.renew, txn, 1.0),
+            partial(sidecar.end, txn),
+            partial(sidecar.recover, 0.2),
+            sidecar.fence,
+            partial(server.generate, "r", [1], SamplingParams(max_new_tokens=1)),
+            partial(server.abort, "r"),
+            partial(server.stage, snapshot),
+            partial(server.update_weights, snapshot),
+            server.weight_version,
+            server.checksums,
+            server.read_back,
+            server.in_flight,
+        ]
+        for call in calls:
+            with anyio.fail_after(30), pytest.raises(OutcomeUnknown):
+                await call()
+        with anyio.fail_after(30):
+            assert await server.healthy() is False
 
 
 async def test_r63_a_refused_connection_is_known_at_once() -> None:

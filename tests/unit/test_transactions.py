@@ -56,7 +56,7 @@ async def test_r71_a_normal_pause_checks_and_then_pauses(rig: Rig) -> None:
 
 @pytest.mark.parametrize(("name", "retained"), [(txn(0), True), (None, False)])
 async def test_r72_not_ready_leaves_the_engine_running(rig: Rig, name: str | None, retained: bool) -> None:
-    """R72: 0 while requests are in flight; the same id may ask again; an untagged call leaves no transaction."""
+    """R72, R58: 0 while requests are in flight; the same id may ask again; an untagged call leaves no transaction."""
     rig.engine.busy = 2
     assert not await rig.pause(name)
     assert (rig.machine.state, rig.engine.flags, rig.machine.retains(name)) == ("running", [], retained)
@@ -117,7 +117,7 @@ async def test_r76_an_end_during_the_check_cancels_the_pause(rig: Rig) -> None:
 
 
 async def test_r77_an_end_during_the_pause_waits_for_it_and_resumes(rig: Rig) -> None:
-    """R77 (and case C01-A): pause and resume reach the engine in this order; afterwards it runs."""
+    """R77, R103 (and case C01-A): pause and resume reach the engine in this order; afterwards it runs."""
     gate = rig.hold("pause")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(rig.keep, "pause", rig.pause, txn(0))
@@ -319,7 +319,7 @@ def test_r91_a_session_too_many_is_refused_and_the_others_stay() -> None:
 
 
 def test_r92_idle_sessions_are_reclaimed_at_capacity() -> None:
-    """R92: sessions silent for over a day make room, with their transactions and watermarks; a living one stays."""
+    """R92, U12: sessions silent for over a day make room, transactions and watermarks too; a living one stays."""
     machine = TransactionMachine()
     for number in range(1024):
         end(txn(5, session(number)), machine)

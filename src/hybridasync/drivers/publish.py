@@ -30,7 +30,7 @@ END_ATTEMPTS = 3
 """R98. With one second between, all engines at once."""
 
 END_SHARE = 0.5
-"""Of `resume_budget_s`, for the resumes. The rest is for what follows where they aren't confirmed: fence, replacement."""
+"""Of `resume_budget_s`, for the resumes. The rest is for fencing and replacement, where they aren't confirmed."""
 
 FENCE_PAUSE_S = 1.0
 
