@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +48,7 @@ def overlap(
     with errors_as_lines():
         from hybridasync.bench import overlap as benchmark
 
+        _check_out(out)
         cores = _two_cores() if pin else ()
         configurations = [
             benchmark.configuration(recipe, mode, set_ or ()) for mode in modes.replace(" ", "").split(",")
@@ -84,9 +86,11 @@ def engine(
         from hybridasync.bench import engine as benchmark
 
         names = [name for name in shapes.replace(" ", "").split(",") if name]
-        if unknown := [name for name in names if name not in benchmark.SHAPES] or not names:
-            known = ", ".join(benchmark.SHAPES)
-            raise ConfigError(f"unknown: {unknown if names else shapes!r}; there are {known}", setting="--shapes")
+        unknown = [name for name in names if name not in benchmark.SHAPES]
+        if unknown or not names:
+            what, known = ", ".join(unknown) or repr(shapes), ", ".join(benchmark.SHAPES)
+            raise ConfigError(f"unknown: {what}; there are {known}", setting="--shapes")
+        _check_out(out)
         results = []
         for name in names:
             results.append(benchmark.measure(name, benchmark.SHAPES[name], rounds))
@@ -115,6 +119,7 @@ def control(
     _one_thread()
     with errors_as_lines():
         counts = _counts(engines)
+        _check_out(out)
         import anyio
 
         from hybridasync.bench import control as benchmark
@@ -129,6 +134,20 @@ def control(
         found["many_steps"] = anyio.run(benchmark.many_steps, steps)
         _show_rows("many steps", found["many_steps"])
         _write(out, "control", [found])
+
+
+def _check_out(out: Path | None) -> None:
+    """Before minutes of measuring, not after them: the file of figures can be written. Raises ConfigError."""
+    if out is None:
+        return
+    if out.is_dir():
+        raise ConfigError(f"{out} is a directory; name a file", setting="--out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"can't write {out}: {error.strerror}", setting="--out") from error
 
 
 def _counts(text: str) -> list[int]:

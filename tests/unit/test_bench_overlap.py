@@ -32,3 +32,5 @@ def test_a_warm_start_is_kept_short_and_only_where_there_is_one() -> None:
     assert configuration("bench-publication", "hybrid", ()).warm_start.steps == 0
     with pytest.raises(ConfigError, match="there are hybrid, fully_async"):
         configuration("quickstart", "sync", ())
+    with pytest.raises(ConfigError, match="mode: can't be given with --set: --modes sets it"):
+        configuration("quickstart", "hybrid", ("mode=sync",))

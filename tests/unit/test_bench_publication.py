@@ -88,6 +88,16 @@ def test_equal_manifests_may_differ_in_seed_and_declared_settings() -> None:
     assert "setting optimizer.lr of 00-optimized" in found[1]
 
 
+def test_data_may_follow_the_seed() -> None:
+    """Data made with the seed differ between trials of different seeds, and must be equal within a pair."""
+    made = [bench_kit.manifest_of(job) for job in bench_kit.plan().jobs()]
+    for one in made:
+        one["data"] = {"train.jsonl": str(one["seed"]) * 8}
+    assert inequalities(made) == []
+    made[3]["data"] = {"train.jsonl": "another"}
+    assert [text.partition(":")[0] for text in inequalities(made)] == ["data of 01-zero_kl differs from 01-optimized's"]
+
+
 def test_a_seed_or_a_varied_setting_that_is_not_the_variants_own_is_told() -> None:
     """A seed other than the planned one, and an interval that changes between trials of one variant."""
     made = [bench_kit.manifest_of(job) for job in bench_kit.plan().jobs()]

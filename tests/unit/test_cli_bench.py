@@ -32,6 +32,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ("--set", "network.nnodes=2", "--set", "network.master_port=29500"),
             "network.nnodes: a benchmark runs on one",
         ),
+        (("--accept", "optimized/zero_kl >= nan"), "'nan' is no number"),
+        (("--set", "rollout.num_rollout=3"), "rollout.num_rollout: can't be given with --set: --steps sets it"),
+        (("--set", "publication.staged=false"), "publication.staged: can't be given with --set: the variants set it"),
+        (("--set", "seed=1"), "seed: can't be given with --set: each trial has its own"),
         (("--trials", "0"), "--trials"),
     ],
 )
@@ -51,10 +55,15 @@ def test_a_mistake_in_the_options_starts_nothing(tmp_path: Path, options: tuple[
         (("engine", "--shapes", "huge"), "there are quickstart, larger"),
         (("engine", "--shapes", ","), "there are quickstart, larger"),
         (("control", "--engines", "2,x"), "--engines: wants numbers above 0"),
+        (("publication", "--out", "file/x"), "--out: can't write to file/x: Not a directory"),
+        (("overlap", "--out", "."), "--out: . is a directory; name a file"),
+        (("engine", "--out", "file/x"), "--out: can't write file/x"),
+        (("control", "--out", "file/x"), "--out: can't write file/x"),
     ],
 )
 def test_other_commands_say_what_would_do(arguments: tuple[str, ...], says: str) -> None:
-    """Exit code 2 and the choices."""
+    """Exit code 2 and the choices, before anything is measured."""
+    Path("file").touch()
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert says in result.stderr

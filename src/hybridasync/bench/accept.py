@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +55,9 @@ def parse(text: str, *, variants: Sequence[str], measures: Sequence[str]) -> Con
     try:
         threshold = float(match["threshold"])
     except ValueError:
-        raise _wrong(text, f"{match['threshold']!r} is no number") from None
+        threshold = math.nan
+    if not math.isfinite(threshold):
+        raise _wrong(text, f"{match['threshold']!r} is no number")
     return Condition(text.strip(), first, second, measure, match["operator"], threshold)
 
 

@@ -146,11 +146,14 @@ def environment() -> dict[str, str]:
 def inequalities(manifests: Sequence[Manifest]) -> list[str]:
     """What differs between trials although no variant declares it; empty where they may be compared.
 
-    Settings that variants vary must be equal among the trials of one variant, the seed among those of one number.
+    Settings that variants vary must be equal among the trials of one variant; the seed, and the data that it may
+    make, among those of one number.
     """
     found = list[str]()
-    for part in ("source", "packages", "machine", "environment", "data"):
+    for part in ("source", "packages", "machine", "environment"):
         found += _unequal(part, [(one, one[part]) for one in manifests])
+    for trial in sorted({one["trial"] for one in manifests}):
+        found += _unequal("data", [(one, one["data"]) for one in manifests if one["trial"] == trial])
     names = sorted({name for one in manifests for name in one["config"]})
     for name in names:
         values = [(one, one["config"].get(name)) for one in manifests]

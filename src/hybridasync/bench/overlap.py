@@ -57,6 +57,8 @@ def configuration(recipe: str, mode: str, overrides: Sequence[str]) -> Config:
     """A recipe with constant work. Raises ConfigError."""
     if mode not in MODES:
         raise ConfigError(f"unknown: {mode!r}; there are {', '.join(MODES)}", setting="--modes")
+    if any(override.partition("=")[0].strip() == "mode" for override in overrides):
+        raise ConfigError("can't be given with --set: --modes sets it", setting="mode")
     warm_start = [ENOUGH_WARM_START] if load(recipe).warm_start.steps else []
     return load(recipe, [*SAME_WORK, *warm_start, f"mode={mode}", *overrides])
 

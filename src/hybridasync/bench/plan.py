@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hybridasync.bench.variants import settings_of
+from hybridasync.bench.variants import VARIED, settings_of
 from hybridasync.config.load import load
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
@@ -26,6 +26,9 @@ QUIET = (
     "observability.progress=plain",
     "observability.tensorboard=false",
 )
+
+OWN = {"seed": "each trial has its own", "rollout.num_rollout": "--steps sets it"}
+"""Beside what variants set: what a `--set` would have no effect on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,12 @@ def window(steps: int, given: str | None) -> tuple[int, int]:
 
 
 def check(plan: Plan) -> None:
-    """Resolve every variant before anything starts. Raises ConfigError."""
+    """Resolve every variant before anything starts. Raises ConfigError, also for a setting that is the benchmark's."""
+    for override in plan.overrides:
+        setting = override.partition("=")[0].strip()
+        own = {**dict.fromkeys(VARIED, "the variants set it, see --variants"), **OWN}
+        if setting in own:
+            raise ConfigError(f"can't be given with --set: {own[setting]}", setting=setting)
     for job in plan.jobs()[: len(plan.variants)]:
         if plan.config(job).network.nnodes > 1:
             raise ConfigError("a benchmark runs on one node", setting="network.nnodes")

@@ -62,7 +62,7 @@ def finish(out: Path) -> Results:
 
 
 def prepare(plan: Plan, out: Path) -> Path:
-    """The working folder of a new benchmark, or of a stopped one with the same plan. Raises ConfigError, OSError."""
+    """The working folder of a new benchmark, or of a stopped one with the same plan. Raises ConfigError."""
     if evidence.is_sealed(out):
         raise ConfigError(
             f"{out} holds a complete benchmark: check it with `hybridasync bench verify {out}`, "
@@ -85,8 +85,11 @@ def prepare(plan: Plan, out: Path) -> Path:
         return work
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} isn't an empty directory: choose another --out", setting="--out")
-    (work / TRIALS).mkdir(parents=True)
-    (work / FILE_NAME).write_text(plan.to_json(), encoding="utf-8")
+    try:
+        (work / TRIALS).mkdir(parents=True)
+        (work / FILE_NAME).write_text(plan.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't write to {out}: {error.strerror}", setting="--out") from error
     return work
 
 
