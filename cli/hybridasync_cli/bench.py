@@ -121,6 +121,8 @@ def verify(
 ) -> None:
     """Check the evidence of a benchmark: every byte of every file, and the tables anew from the raw logs.
 
+    hybridasync bench verify bench-run
+
     Exit code: 0 all is as it was written, 1 something isn't (the file is named), 2 there is no such directory.
     """
     with errors_as_lines():

@@ -80,6 +80,8 @@ def engine(
     """Response tokens per CPU-second of the embedded engine against `transformers` generate, on the same groups.
 
     In process and over HTTP, log-probs included; `transformers` isn't asked for log-probs. Takes about two minutes.
+
+    hybridasync bench engine --out engine.json
     """
     _one_thread()
     with errors_as_lines():
@@ -113,6 +115,8 @@ def control(
     * a publication to 2, 64 and 1024 engines
     * how late the event loop is with 10,000 requests open
     * memory of the controller over 10,000 steps
+
+    hybridasync bench control --out control.json
 
     Takes two to three minutes.
     """

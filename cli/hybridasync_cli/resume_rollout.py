@@ -52,6 +52,10 @@ def resume_rollout(
 ) -> None:
     """Resume engines that a run left paused. It may be dead; one that is alive is only looked at.
 
+    \b
+    hybridasync resume-rollout --run-dir runs/mine --dry-run
+    hybridasync resume-rollout --sidecar http://10.0.0.2:31000 --token-file token
+
     Exit code: 0 nothing is paused any more, 3 something is, or may be.
     """
     with errors_as_lines():

@@ -23,6 +23,8 @@ def setup(
 ) -> None:
     """Make and verify a virtual environment with SGLang for the CPU. Safe to repeat.
 
+    hybridasync sglang setup sglang-env
+
     On a machine with a GPU install the published package instead, see docs/sglang.md.
     """
     with errors_as_lines():

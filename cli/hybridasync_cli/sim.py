@@ -41,6 +41,11 @@ def sim(
 ) -> None:
     """Play a run's faults on a virtual clock: real drivers and sidecars, simulated engines, network and trainer.
 
+    \b
+    hybridasync sim --seeds 100
+    hybridasync sim --seed 7 --scenario engines
+    hybridasync sim --exhaustive
+
     Exit code: 0 no promise was broken, 1 otherwise; the seed that breaks one is printed, and replays.
     """
     with errors_as_lines():

@@ -91,6 +91,8 @@ def train(
         if dry_run or explain:
             if explain:
                 show_changes(resolved)
+            else:
+                say_changes(resolved)
             if dry_run:
                 show_resolved(resolved)
             return

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import cycle
 from types import TracebackType
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 import anyio
 import httpx
@@ -58,6 +59,14 @@ class _Pools(httpx.AsyncBaseTransport):
             await pool.aclose()
 
 
+def _check_port(name: str, url: str) -> None:
+    """httpx would take 99999, and fail at the first call."""
+    try:
+        _ = urlsplit(url).port
+    except ValueError as error:
+        raise ConfigError(f"the URL of {name} can't be used: {url!r} ({error})") from error
+
+
 class Endpoint:
     """One server and one client for it. Use it as an async context manager."""
 
@@ -81,6 +90,7 @@ class Endpoint:
         )
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"the URL of {name} must start with http:// or https://, got {base_url!r}")
+        _check_port(name, self.base_url)
         try:
             # trust_env off: a proxy variable of the environment must not capture loopback calls (C35).
             self._client = httpx.AsyncClient(

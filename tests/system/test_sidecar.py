@@ -410,6 +410,7 @@ def test_a_fixed_port_that_is_taken_is_named(sidecars: Sidecars) -> None:
     ("arguments", "token", "message"),
     [
         (["--engine-url", "127.0.0.1:30000"], TOKEN, "must start with http"),
+        (["--engine-url", "http://127.0.0.1:99999"], TOKEN, "Port out of range"),
         (["--launch", "/nowhere.json"], TOKEN, "/nowhere.json: No such file"),
         (["--engine-url", "http://127.0.0.1:9"], "", "HYBRIDASYNC_TOKEN: set it"),
         (["--engine-url", "http://127.0.0.1:9", "--port", "{taken}"], TOKEN, "can't listen on 127.0.0.1"),

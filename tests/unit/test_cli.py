@@ -62,6 +62,13 @@ def test_dry_run_prints_a_recipe_and_its_bounds(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "again.toml"]
 
 
+def test_dry_run_warns(tmp_path: Path) -> None:
+    """Warnings and changes are on stderr, beside a recipe on stdout; with --explain once."""
+    for further in ((), ("--explain",)):
+        result = invoke("train", "quickstart", "--dry-run", "--set", "publication.bucket_mib=1", *further)
+        assert result.stderr.count("publication.bucket_mib: has no effect") == 1
+
+
 def test_explain_shows_what_was_written_what_runs_and_why() -> None:
     """--explain says for each change what was written, what runs, and the reason; and it doesn't train."""
     result = invoke("train", "quickstart", "--explain", "--mode", "sync", "--use-kl-loss")

@@ -133,6 +133,9 @@ def test_all_errors_of_a_recipe_are_reported_at_once(recipe: str) -> None:
         ("checkpoint.save_interval=-1", "wants an integer > 0, got -1"),
         ("rollout.temperature=0", "greedy rollouts have no distribution"),
         ("rollout.max_staleness=-1", "wants an integer >= 0, got -1"),
+        ("publication.bucket_mib=1e308", "wants a number > 0 and <= 65536, got 1e+308"),
+        ("seed=4294967296", "wants an integer >= 0 and <= 2147483647, got 4294967296"),
+        ("data.weights=many", 'wants a list of numbers, got "many"'),
         ("rollout.max_stalenes=1", "did you mean rollout.max_staleness?"),
     ],
 )

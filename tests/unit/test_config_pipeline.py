@@ -284,6 +284,10 @@ def test_workers_fill_whole_replicas() -> None:
         (("reward.overlong_buffer_tokens=17",), "17 is more than max_response_tokens (16)"),
         (("engine.context_length=16",), "rollout.max_response_tokens: 16 leaves no room"),
         (("engine.context_length=32", "data.max_prompt_tokens=32"), "data.max_prompt_tokens: 32 leaves no room"),
+        (
+            ("engine.kind=sglang", "engine.python=p", "engine.device=cpu", "rollout.deterministic=true"),
+            "rollout.deterministic: SGLang has no deterministic inference on a CPU",
+        ),
         (("model.hf_checkpoint={prepared}/model",), "prepare.function isn't set"),
     ],
 )
@@ -345,6 +349,7 @@ def test_every_file_of_a_mixture_has_a_weight_above_zero() -> None:
     assert run(extra).warnings == ()
     assert "has 1 weights for 2 files" in refusal(extra, "data.weights=[1.0]")
     assert "wants weights above 0" in refusal(extra, "data.weights=[1.0, 0.0]")
+    assert "a sum beyond all numbers" in refusal(extra, "data.weights=[1e308, 1e308]")
 
 
 def test_all_refusals_are_reported_at_once() -> None:

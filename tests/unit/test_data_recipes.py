@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,8 +103,11 @@ print("torch" in sys.modules)
     assert done.stdout.strip() == b"False"
 
 
-@pytest.mark.parametrize("wrong", [{"digits": 1}, {"heads": 3}, {"hidden": 30}, {"layers": 0}, {"context_length": 12}])
-def test_sort_digits_refuses_arguments_that_make_no_model(tmp_path: Path, wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"digits": 1}, {"heads": 3}, {"hidden": 30}, {"layers": 0}, {"context_length": 12}, {"digits": "4"}],
+)
+def test_sort_digits_refuses_arguments_that_make_no_model(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """The setting is named."""
     with pytest.raises(ConfigError, match=r"prepare\.args"):
         sort_digits.prepare(tmp_path, 0, **wrong)

@@ -64,7 +64,7 @@ def test_a_directory_that_holds_something_else(steps: Steps, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
-    for path in (tmp_path / "file", tmp_path / "full", Path(sys.prefix)):
+    for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "full", Path(sys.prefix)):
         with pytest.raises(ConfigError, match=str(path)):
             setup_sglang(path, say=lambda _: None)
     assert steps.ran == []

@@ -5,6 +5,7 @@ Each check is a pure function of the configuration; its docstring is its reason.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from hybridasync.config.findings import Finding, Refuse, Warn
@@ -128,6 +129,8 @@ def weights_fit_files(config: Config) -> Iterator[Finding]:
         yield Refuse("data.weights", f"has {len(weights)} weights for {files} files, prompt_data included")
     elif any(weight <= 0 for weight in weights):
         yield Refuse("data.weights", f"wants weights above 0, got {list(weights)}; leave a file out instead")
+    elif not math.isfinite(sum(weights)):
+        yield Refuse("data.weights", f"have a sum beyond all numbers: {list(weights)}; shares like 0.7 and 0.3 will do")
 
 
 def prompt_template_has_prompt(config: Config) -> Iterator[Finding]:

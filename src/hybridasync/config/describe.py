@@ -29,7 +29,7 @@ def wanted(field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
-        return f"a list of {_SHORT[get_args(kind)[0]]}s"
+        return f"a list of {_NAMES[get_args(kind)[0]].partition(' ')[2]}s"
     if get_origin(kind) is dict:
         return "a table"
     return " or ".join((" ".join((_NAMES[kind], bounds(field))).strip(), *_words(field.annotation)))
@@ -50,10 +50,10 @@ def short_type(field: FieldInfo) -> str:
 def bounds(field: FieldInfo) -> str:
     """The limits of a number: `> 0 and < 1`; empty without any."""
     parts = []
-    for mark in (*_split(field.annotation)[1], *field.metadata):
-        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+    for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+        for mark in (*_split(field.annotation)[1], *field.metadata):
             if (limit := getattr(mark, name, None)) is not None:
-                parts.append(f"{sign} {limit:g}")
+                parts.append(f"{sign} {limit}" if isinstance(limit, int) else f"{sign} {limit:g}")
     return " and ".join(parts)
 
 

@@ -46,6 +46,11 @@ def engine_kind_needs(config: Config) -> Iterator[Finding]:
         for setting in ("python", "args", "env"):
             if getattr(engine, setting):
                 yield Warn(f"engine.{setting}", f"has no effect: it is for kind sglang, and kind is {engine.kind}")
+    if engine.kind == "sglang" and engine.device == "cpu" and config.rollout.deterministic:
+        yield Refuse(
+            "rollout.deterministic",
+            'SGLang has no deterministic inference on a CPU: set it to false, or take engine.kind = "embedded"',
+        )
     if engine.kind == "embedded" and engine.tensor_parallel_size > 1:
         yield Refuse(
             "engine.tensor_parallel_size",

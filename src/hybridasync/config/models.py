@@ -314,7 +314,7 @@ class EngineSection(Section):
     num_engines: Positive = Field(default=1, description="engines to launch")
     url: tuple[str, ...] = Field(default=(), description="kind attach: base URLs of SGLang servers that run already")
     sidecar_url: tuple[str, ...] = Field(
-        default=(), description="sidecars on other nodes (hybridasync serve-rollout); then nothing is launched here"
+        default=(), description="sidecars that run already, on other nodes say; then nothing is launched here"
     )
     python: str | None = Field(default=None, description="kind sglang: the interpreter of SGLang's environment")
     args: tuple[str, ...] = Field(default=(), description="kind sglang: further arguments of launch_server")
@@ -399,7 +399,8 @@ class ObservabilitySection(Section):
 class Config(Section):
     """A whole recipe."""
 
-    seed: NonNegative = Field(default=0, description="seed of data order, initial weights and sampling")
+    # Ranks count up from it, and numpy, whose generator Megatron seeds too, takes no more than 32 bits.
+    seed: NonNegative = Field(default=0, le=2**31 - 1, description="seed of data order, initial weights and sampling")
     mode: Literal["sync", "hybrid", "fully_async"] = Field(
         default="hybrid",
         description=(

@@ -19,7 +19,7 @@ class PublicationSection(Section):
             "on CUDA; tensor: it is sent in HTTP requests. The last two need no folder that engines can read"
         ),
     )
-    bucket_mib: Annotated[float, Field(gt=0)] = Field(
+    bucket_mib: Annotated[float, Field(gt=0, le=65536)] = Field(
         default=256.0, description="transport collective and tensor: size of what is sent at once, in MiB"
     )
     update_weights_interval: Interval = Field(

@@ -67,6 +67,10 @@ def held_out(key: int) -> bool:
 
 
 def _check(*, digits: int, layers: int, hidden: int, heads: int, context_length: int) -> None:
+    given = {"digits": digits, "layers": layers, "hidden": hidden, "heads": heads, "context_length": context_length}
+    for name, value in given.items():
+        if not isinstance(value, int):  # a recipe may hold anything
+            raise ConfigError(f"{name} wants an integer, got {value!r}", setting="prepare.args")
     problems = [
         (not 2 <= digits <= 6, f"digits must be from 2 to 6, got {digits}"),
         (layers < 1, f"layers must be positive, got {layers}"),

@@ -67,7 +67,10 @@ def setup_sglang(directory: Path, *, say: Callable[[str], None]) -> SglangEnviro
     if _made_from(directory) == wanted:
         say(f"{directory} is complete; importing SGLang to make sure")
         return SglangEnvironment(python, _verify(directory, python), made_now=False)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"can't make {directory}: {error.strerror}") from error
     (directory / LOG).unlink(missing_ok=True)
     if not python.exists():
         say(f"making a virtual environment in {directory}")
