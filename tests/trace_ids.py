@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 TESTS = Path(__file__).resolve().parent
 PROMISES = TESTS.parent / "docs" / "requirements.md"
-ROW = re.compile(r"^\| ([RUC]\d{1,3})( [†°])? \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| ([RUC]\d{1,3})( †)? \| (.+) \|$", re.MULTILINE)
 IN_TEXT = re.compile(r"\b([RUC]\d{1,3})[a-z]?\b")
 RANGE = re.compile(r"\b([RUC])(\d{1,3})[–-][RUC]?(\d{1,3})\b")
 IN_NAME = re.compile(r"(?<![a-z0-9])([ruc]\d{1,3})[a-z]?(?![a-z0-9])")
