@@ -23,12 +23,14 @@ from hybridasync.types import SamplingParams, WeightSnapshot
 
 pytestmark = pytest.mark.slow
 
-LONG = SamplingParams(max_new_tokens=200, temperature=1.0)
+LONG = SamplingParams(max_new_tokens=2000, temperature=1.0)
+"""Never ended by a token of the model: it is still under way when a busy machine comes to pause it."""
+ENDLESS = {"eos_token_id": None, "max_position_embeddings": 4096}
 
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
-    saved_model(tmp_path / "model")
+    saved_model(tmp_path / "model", **ENDLESS)
     command = [sys.executable, "-m", "hybridasync.engine", "--model-path", str(tmp_path / "model"), "--host"]
     command += ["127.0.0.1", "--port", "0", "--device", "cpu", "--dtype", "fp32", "--max-running-requests", "8"]
     command += ["--announce", "{announce}"]
@@ -89,7 +91,7 @@ async def test_c09_a_pause_reaches_the_engine_among_200_open_generations(
 async def test_a_publication_by_hand_through_sidecar_and_engine(running: Running, tmp_path: Path) -> None:
     """A request in flight lives through pause, swap and resume; its tokens know their versions; kill -9 is noticed."""
     status = await anyio.to_thread.run_sync(until_ready, running)
-    saved_model(tmp_path / "next", seed=1)
+    saved_model(tmp_path / "next", seed=1, **ENDLESS)
     snapshot = WeightSnapshot(version=1, path=str(tmp_path / "next"), checksums={}, bytes=0, prepare_s=0.0)
     url = str(status["engine_url"])
     async with (

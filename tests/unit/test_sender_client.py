@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import anyio
@@ -22,6 +23,16 @@ READY = 'import json, sys, time\nprint(json.dumps({"ready": True}), flush=True)\
 GOOD = READY + 'for _ in range(3):\n    print(json.dumps({"beat": True}), flush=True)\n'
 
 
+Children = Callable[[], list[psutil.Process]]
+
+
+@pytest.fixture
+def children() -> Children:
+    """Processes started in this test: those of other tests' fixtures live beside it."""
+    before = set(psutil.Process().children())
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
 def process(tmp_path: Path, program: str) -> SenderProcess:
     return SenderProcess([sys.executable, "-u", "-c", program], os.environ, tmp_path / "logs" / "sender.log")
 
@@ -36,7 +47,9 @@ async def test_a_transfer_is_a_line_there_and_a_line_back(tmp_path: Path) -> Non
     assert asked == Request(TARGETS, "/snapshot", 3, ("a", "b"))
 
 
-async def test_a_failure_ends_the_process_and_the_next_transfer_has_a_new_one(tmp_path: Path) -> None:
+async def test_a_failure_ends_the_process_and_the_next_transfer_has_a_new_one(
+    tmp_path: Path, children: Children
+) -> None:
     """Its groups are gone with it; the failure names the engine, and whether it happened."""
     failure = encode_failure(Rejected("engine-1", "receive_weights", 400, detail="no"))
     program = GOOD + f'print(json.dumps({{"failures": [{failure!r}]}}), flush=True)\ntime.sleep(100)'
@@ -45,7 +58,7 @@ async def test_a_failure_ends_the_process_and_the_next_transfer_has_a_new_one(tm
             failures = await running.send(TARGETS, SNAPSHOT)
             assert list(failures) == ["engine-1"]
             assert str(failures["engine-1"]) == "engine-1: receive_weights: HTTP 400 no"
-            assert not psutil.Process().children()
+            assert not children()
 
 
 @pytest.mark.parametrize(
@@ -75,29 +88,31 @@ async def test_a_sender_that_dies_once_is_replaced(tmp_path: Path) -> None:
         assert await running.send(TARGETS, SNAPSHOT) == {}
 
 
-async def test_a_silent_sender_is_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_sender_is_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: Children
+) -> None:
     """Stopped, it is ended after a while, and with it whatever waits for it."""
     monkeypatch.setattr(sender, "SILENCE_S", 0.2)
     async with process(tmp_path, READY + "time.sleep(100)") as running:
         failures = await running.send(TARGETS, SNAPSHOT)
-        assert not psutil.Process().children()
+        assert not children()
     assert all(type(error) is OutcomeUnknown for error in failures.values())
 
 
-async def test_a_cancelled_transfer_ends_the_sender(tmp_path: Path) -> None:
+async def test_a_cancelled_transfer_ends_the_sender(tmp_path: Path, children: Children) -> None:
     """Engines that wait in a broadcast are freed by its end."""
     async with process(tmp_path, READY + "time.sleep(100)") as running:
         with anyio.move_on_after(1.0) as scope:
             await running.send(TARGETS, SNAPSHOT)
         assert scope.cancelled_caught
-        assert not psutil.Process().children()
+        assert not children()
 
 
-async def test_it_ends_with_its_block(tmp_path: Path) -> None:
+async def test_it_ends_with_its_block(tmp_path: Path, children: Children) -> None:
     """Also where it ignores signals."""
     program = f"import signal\nsignal.signal({int(signal.SIGTERM)}, signal.SIG_IGN)\n" + READY
     async with process(tmp_path, program):
-        [child] = psutil.Process().children()
+        [child] = children()
     assert not child.is_running()
 
 
