@@ -9,7 +9,7 @@ from hybridasync.config.pipeline import resolve
 from hybridasync.runtime import engines
 
 
-@pytest.mark.parametrize("seed", [0, 20260802, 2**32])
+@pytest.mark.parametrize("seed", [0, 20260802, 2**31 - 1])
 def test_every_seed_of_a_run_is_one_that_an_engine_takes(seed: int) -> None:
     """numpy, and with it SGLang, takes seeds below 2**32; engines of one run have different ones."""
     config = resolve(load("quickstart", [f"seed={seed}"])).config
