@@ -248,6 +248,10 @@ def test_tables_that_do_not_follow_from_the_logs_are_found(finished: Path) -> No
     evidence.seal(finished, without=publication.WORK)
     with pytest.raises(EvidenceError, match=r"summary\.csv isn't what the raw logs"):
         evidence.verify(finished)
+    table.unlink()
+    evidence.seal(finished, without=publication.WORK)
+    with pytest.raises(EvidenceError, match=r"summary\.csv isn't what the raw logs"):
+        evidence.verify(finished)
 
 
 def test_a_complete_or_foreign_directory_is_left_alone(finished: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from hybridasync.config.load import load
 from hybridasync.config.pipeline import resolve
+from hybridasync.engine.server import main
 from hybridasync.runtime import engines
 
 
@@ -17,3 +18,11 @@ def test_every_seed_of_a_run_is_one_that_an_engine_takes(seed: int) -> None:
     seeds = [int(command[command.index("--random-seed") + 1]) for command in commands]
     assert all(0 <= found < 2**32 for found in seeds)
     assert seeds[0] != seeds[1]
+
+
+def test_a_seed_that_torch_cannot_take_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand any number can be given: exit code 2 with its range, before the model is read."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--model-path", "nowhere", "--random-seed", str(2**70)])
+    assert ended.value.code == 2
+    assert "--random-seed: 1180591620717411303424 isn't between 0 and" in capsys.readouterr().err

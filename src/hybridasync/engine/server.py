@@ -162,6 +162,9 @@ def _write_atomically(path: Path, text: str) -> None:
     Path(file.name).replace(path)
 
 
+DESCRIPTION = "The embedded engine. For example: hybridasync engine --model-path runs/mine/hf --port 30000"
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -169,8 +172,15 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{value} isn't between 0 and 2**63 - 1")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybridasync engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="hybridasync engine", description=DESCRIPTION)
     parser.add_argument("--model-path", "--model", required=True, help="Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000, help="0: the system chooses")
@@ -181,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-total-tokens", type=_positive, help="tokens in the cache; default: a share of free memory"
     )
-    parser.add_argument("--random-seed", type=int, default=0)
+    parser.add_argument("--random-seed", type=_seed, default=0)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument(
         "--api-key", default=os.environ.get("HYBRIDASYNC_ENGINE_API_KEY"), help="bearer token to require"

@@ -65,8 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+DESCRIPTION = (
+    "Pause and resume one engine, safely; callers send the secret in HYBRIDASYNC_TOKEN. "
+    "For example: hybridasync sidecar --engine-url http://127.0.0.1:30000 --port 31000"
+)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybridasync sidecar", description="Pause and resume one engine, safely.")
+    parser = argparse.ArgumentParser(prog="hybridasync sidecar", description=DESCRIPTION)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: the system chooses")
     engine = parser.add_mutually_exclusive_group(required=True)
