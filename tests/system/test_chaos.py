@@ -160,7 +160,9 @@ def test_u01_a_sidecar_that_is_dead_or_hangs_when_its_end_is_due_is_replaced(tmp
         until(lambda: not any(process.alive() for process in before.values()), 60)
         world.trains()
         events = [row["event"] for row in world.rows("events")]
-        assert "fence_failed" in events and "engine_recovered" in events
+        assert "engine_recovered" in events
+        # Dead before the pause reached it, it owes nothing and is replaced all the same.
+        assert ("fence_failed" in events) == ("resume_failed" in events)
         assert world.pid("engine") != before["engine"].pid
         world.check_exact()
 

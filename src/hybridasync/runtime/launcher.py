@@ -147,9 +147,8 @@ class _Start:
             now = time.monotonic()
             self._pass_signals_on(agent, now)
             if now >= census_at:
-                self._seen |= descendants(agent.pid)
+                self._count(agent, now)
                 census_at = now + _CENSUS_S
-                self._watch_controller(now)
             if self._give_up_at is not None and now >= self._give_up_at:
                 return
             time.sleep(_POLL_S)
@@ -159,6 +158,7 @@ class _Start:
         for number in tuple(self._received):
             if number not in self._passed_on:
                 self._passed_on.add(number)
+                self._count(agent, now)  # the controller may have come up since the last census
                 # Before there is a controller to receive it, Python would answer SIGINT with an import's traceback.
                 starting = number == signal.SIGINT and self._controller is None
                 agent.send_signal(signal.SIGTERM if starting else number)
@@ -167,6 +167,10 @@ class _Start:
         if repeated > 0:
             del self._received[-repeated:]
             _say("stopping already: engines are being resumed")
+
+    def _count(self, agent: subprocess.Popen[bytes], now: float) -> None:
+        self._seen |= descendants(agent.pid)
+        self._watch_controller(now)
 
     def _watch_controller(self, now: float) -> None:
         if self._controller is None:
