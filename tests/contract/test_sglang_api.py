@@ -198,7 +198,7 @@ async def test_abort_returns_what_was_made(target: Target, client: httpx.AsyncCl
             await until(lambda flight=flight: answered(flight))
         for flight in flights:
             assert flight.answer["meta_info"]["finish_reason"]["type"] == "abort"
-            assert 10 < len(flight.answer["output_ids"]) < LONG["max_new_tokens"]
+            assert 0 < len(flight.answer["output_ids"]) < LONG["max_new_tokens"]
             assert_spans_exact(target, flight.answer)
         await post(client, "/continue_generation")
 
