@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -99,11 +99,16 @@ class FakeEngine:
         return {"status": "ok"}, 200
 
 
-@contextmanager
-def serving(engine: FakeEngine) -> Iterator[str]:
+def serving(engine: FakeEngine) -> AbstractContextManager[str]:
     """The engine over HTTP; yields its URL."""
+    return served(engine.application())
+
+
+@contextmanager
+def served(application: Starlette) -> Iterator[str]:
+    """The application over HTTP, in a thread; yields its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(engine.application(), lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(application, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()

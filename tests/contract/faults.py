@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from tests.fake_engine import served
 
 
 class Proxy:
@@ -36,16 +33,6 @@ class Proxy:
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
 
-@contextmanager
-def proxied(proxy: Proxy) -> Iterator[str]:
+def proxied(proxy: Proxy) -> AbstractContextManager[str]:
     """Yields the URL to use instead of the target's."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    application = Starlette(routes=[Route("/{path:path}", proxy.handle, methods=["GET", "POST"])])
-    server = uvicorn.Server(uvicorn.Config(application, lifespan="off", log_level="error"))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    return served(Starlette(routes=[Route("/{path:path}", proxy.handle, methods=["GET", "POST"])]))

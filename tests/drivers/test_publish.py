@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -105,24 +106,30 @@ async def test_the_debt_is_in_the_journal_before_the_pause_is_sent() -> None:
     assert seen == [2, 2]
 
 
+async def cancelled_at(saga: Saga, point: int, work: Callable[[], Awaitable[object]]) -> bool:
+    """Cancels `work` at that point (before a send, after it, after a reply); whether it came so far."""
+    passed = 0
+    with anyio.CancelScope() as scope:
+
+        async def hook(_point: str) -> None:
+            nonlocal passed
+            if passed == point:
+                scope.cancel()
+            passed += 1
+            await anyio.lowlevel.checkpoint()
+
+        saga.world.hook = hook
+        await work()
+    return passed > point
+
+
 @pytest.mark.parametrize("way", ["disk", "staged", "blocking"])
 async def test_r100_cancelled_at_every_point_no_engine_stays_paused(way: str, figure: Callable[[str], None]) -> None:
     """R68 (retract, as in fully_async): cancelled before a send, after it and after the reply, at each call of it."""
     points = 0
     while True:
         saga = Saga(way=way)
-        passed = 0
-        with anyio.CancelScope() as scope:
-
-            async def hook(_point: str, scope: anyio.CancelScope = scope, at: int = points) -> None:
-                nonlocal passed
-                if passed == at:
-                    scope.cancel()
-                passed += 1
-                await anyio.lowlevel.checkpoint()
-
-            saga.world.hook = hook
-            await saga.publish()
+        reached = await cancelled_at(saga, points, saga.publish)
         saga.assert_nothing_paused()
         verified = [
             e.state.version == 1 and s.sums == CHECKSUMS for e, s in zip(saga.fleet.engines, saga.servers, strict=True)
@@ -130,7 +137,7 @@ async def test_r100_cancelled_at_every_point_no_engine_stays_paused(way: str, fi
         touched = [s.version == "1" for s in saga.servers]
         served = [e.state.version is not None for e in saga.fleet.engines]
         assert all(ok or not on for ok, on in zip(verified, served, strict=True)), (points, touched)
-        if passed <= points:
+        if not reached:
             break
         points += 1
     assert points >= 30
@@ -172,21 +179,10 @@ async def test_r100_bringing_up_one_engine_is_cancelled_at_every_point(figure: C
         newcomer = saga.fleet.engines[0]
         saga.fleet.quarantine(newcomer, "it was started anew", "recover")
         saga.servers[0].version = "default"
-        passed = 0
-        with anyio.CancelScope() as scope:
-
-            async def hook(_point: str, scope: anyio.CancelScope = scope, at: int = points) -> None:
-                nonlocal passed
-                if passed == at:
-                    scope.cancel()
-                passed += 1
-                await anyio.lowlevel.checkpoint()
-
-            saga.world.hook = hook
-            await saga.publisher.bring_up(newcomer)
+        reached = await cancelled_at(saga, points, partial(saga.publisher.bring_up, newcomer))
         saga.assert_nothing_paused()
         assert newcomer.state.version is None or saga.servers[0].version == "1"
-        if passed <= points:
+        if not reached:
             break
         points += 1
     assert points >= 10
