@@ -127,7 +127,8 @@ class Run:
         step = await loop.one_step() if loop else None
         if step is None:
             raise StopAsyncIteration
-        self.progress.advance(step.metrics)
+        # The pause and the idle time of a step whose publication goes on are those of the step before it.
+        self.progress.advance({**self._loop.latest, **step.metrics})
         return step
 
     @property
@@ -236,6 +237,8 @@ class Run:
                 self.progress.phase("train", inputs.sizing.num_rollout, completed=assembly.loop.step)
             with settled_heap():
                 yield assembly
+            if assembly.loop is not None:
+                await assembly.loop.settle()
             work.cancel_scope.cancel()
         await inputs.reward.aclose()
 

@@ -133,6 +133,10 @@ class Bench:
         await anyio.sleep(0.1)
         await self._parts.fleet.drained()
 
+    async def settle(self) -> None:
+        """The last step's metrics are complete."""
+        await self._run._loop.settle()
+
 
 async def measure(config: Config, *, rounds: int, steps: int, cores: Sequence[int] = ()) -> dict[str, Any]:
     """`rounds` of `steps` steps each, for one mode. `cores`: two cores to pin trainer and engine to.
@@ -168,6 +172,7 @@ async def _round(bench: Bench, steps: int) -> dict[str, Any]:
     for _ in range(WARM_UP_STEPS):
         await bench.both()
     metrics: list[Mapping[str, float]] = await both.run(steps, lambda _: bench.both())
+    await bench.settle()
     gen_s, train_s, step_s = (median(phase.seconds) for phase in (generation, training, both))
     tokens = [len(sample.completion.output_ids) for batch in batches for group in batch for sample in group.samples]
     return {
@@ -192,11 +197,10 @@ def loss(metrics: Sequence[Mapping[str, float]], *, generation_s: float, trainin
     row = {name: mean(one.get(name, 0.0) for one in metrics) for name in metrics[0]}
     if training_s >= generation_s:
         known = row["train_wait_s"] + row["train_s"] + row["publish_s"]
-        drain_s = row.get("publish_drain_s", 0.0)  # in train_wait_s; a publication caused it
         return {
             "total_s": row["step_s"] - training_s,
-            "publication_s": row["publish_s"] + drain_s,
-            "waiting_s": row["train_wait_s"] - drain_s,
+            "publication_s": row["publish_s"],
+            "waiting_s": row["train_wait_s"],
             "slower_half_s": row["train_s"] - training_s,
             "controller_s": row["step_s"] - known,
         }

@@ -67,6 +67,7 @@ class _Order:
     step: int | None
     started: float
     before_sampling: Callable[[], Awaitable[None]] | None
+    serving: Callable[[], None] | None
 
 
 @dataclass(slots=True)
@@ -108,25 +109,42 @@ class Publisher:
         return self._latest is not None
 
     async def publish(
-        self, version: int, path: str, *, step: int | None, before_sampling: Callable[[], Awaitable[None]] | None = None
+        self,
+        version: int,
+        path: str,
+        *,
+        step: int | None,
+        before_sampling: Callable[[], Awaitable[None]] | None = None,
+        exported: Callable[[], None] | None = None,
+        serving: Callable[[], None] | None = None,
     ) -> PublicationResult:
         """Bring weight version `version` of the trainer to every engine, by way of the folder `path`.
 
-        `before_sampling` is awaited once engines serve it, and before rollout requests start again (R51).
+        `exported` is called once the trainer may change its weights, which with `blocking` never happens before the
+        end. `before_sampling` is awaited once engines serve the version, and before rollout requests start again (R51);
+        then `serving` is called, before the workers hear of the outcome: they may be busy with the next step.
         Raises PublicationFailed when not one engine serves it afterwards, CompensationFailed when a resume isn't
         confirmed and fencing didn't help. Some engines missing is a degraded result, not an error (R63, R66).
         """
+        order = _Order(
+            version, path, step=step, started=anyio.current_time(), before_sampling=before_sampling, serving=serving
+        )
+        beside = exported is not None
         async with self._lock:
-            order = _Order(version, path, step, anyio.current_time(), before_sampling)
             snapshot = None if self._settings.blocking else await self._parts.transfer.export(version, path)
             try:
+                if snapshot is not None and exported is not None:
+                    exported()
                 result = await self._bring_to_all(order, snapshot)
-            except BaseException:
-                with suppress(TrainerError):  # the next call to the workers reports it; this error comes first
-                    await self._decide(version, commit=False)
+            except BaseException as error:
+                # What ends the run doesn't wait for the training step that the workers are in.
+                if not beside or isinstance(error, PublicationFailed):
+                    with suppress(TrainerError):  # the next call to the workers reports it; this error comes first
+                        await self._decide(version, commit=False, beside=beside)
                 raise
-            await self._decide(version, commit=True)
-            return result
+        # The lock is free by now: the workers may be in a long step, and an engine waits to be brought up.
+        await self._decide(version, commit=True, beside=beside)
+        return result
 
     async def _bring_to_all(self, order: _Order, snapshot: WeightSnapshot | None) -> PublicationResult:
         """`snapshot` None: it is exported under the pause."""
@@ -142,6 +160,8 @@ class Publisher:
             self._readmit(saga, order.version)
             if saga.verified and order.before_sampling is not None:
                 await order.before_sampling()
+        if saga.verified and order.serving is not None:
+            order.serving()
         result = _result(saga, snapshot, step=order.step, times=times)
         self._parts.sink.publication(result)
         if not saga.verified:
@@ -155,11 +175,12 @@ class Publisher:
         saga.late_export_s = anyio.current_time() - begun
         return self._latest
 
-    async def _decide(self, version: int, *, commit: bool) -> None:
+    async def _decide(self, version: int, *, commit: bool, beside: bool) -> None:
         """One outcome for all workers (R105a): where no engine took the version, the one before stays published."""
         epoch, self._epoch = self._epoch, self._epoch + 1
         # Shielded: workers that never hear of the outcome would disagree with the engines. The trainer bounds it.
-        with anyio.CancelScope(shield=True):
+        # Not beside a training step: it would wait for that step, and only the end of the run cancels it there.
+        with anyio.CancelScope(shield=not beside):
             await self._parts.trainer.decide(epoch, version=version, commit=commit)
 
     async def bring_up(self, engine: Engine) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import anyio
+
 from hybridasync.types import Group, PublicationResult
 
 _NONE = PublicationResult(0, None, (), *(0.0,) * 7, bytes=0)
@@ -37,11 +39,66 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+class Stopwatch:
+    """Seconds that it ran for, over any number of starts and stops. Asked while it runs, those up to now count."""
+
+    def __init__(self, seconds: float = 0.0, *, running: bool = False) -> None:
+        self._seconds = seconds
+        self._since = anyio.current_time() if running else None
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (0.0 if self._since is None else anyio.current_time() - self._since)
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = anyio.current_time()
+
+    def stop(self) -> None:
+        self._seconds, self._since = self.seconds, None
+
+
+class StepRow:
+    """The row of a step in the making. Time is booked to the step that caused it, so that rows add up (R122).
+
+    `time` runs while training is about this step, `held` while its publication holds training up. With a publication
+    beside the next step both stop in between, and run again where training has to wait for its end.
+    """
+
+    def __init__(self, step: int, *, saving_s: float) -> None:
+        self.step = step
+        self.saving_s = saving_s  # the checkpoint after the step before
+        self.metrics: dict[str, float] = {"checkpoint_s": saving_s}
+        self.time = Stopwatch(saving_s, running=True)
+        self.held = Stopwatch()
+
+    def let_go(self) -> None:
+        """Training goes on while the publication does: what is known by now is a row that lacks its times."""
+        self.time.stop()
+        self.held.stop()
+        self._add_rates()
+
+    def hold_up(self) -> None:
+        """Training waits for the publication."""
+        self.time.start()
+        self.held.start()
+
+    def complete(self, publication: PublicationResult | None) -> None:
+        self.time.stop()
+        self.held.stop()
+        self.metrics |= {"publish_s": self.held.seconds} | publication_metrics(publication)
+        self._add_rates()
+
+    def _add_rates(self) -> None:
+        self.metrics["step_s"] = seconds = self.time.seconds
+        self.metrics["response_tok_s"] = self.metrics["response_tokens_sum"] / seconds
+        self.metrics["samples_s"] = self.metrics["samples"] / seconds
+
+
 def publication_metrics(publication: PublicationResult | None) -> dict[str, float]:
-    """The parts of a publication, in the row of the step that caused it; zeros where none was due."""
+    """The parts of a publication, in the row of the step that caused it; zeros where there was none."""
     publication = publication or _NONE
     return {
-        "publish_s": publication.prepare_s + publication.pause_s,
         "pause_ms": 1000 * publication.pause_s,
         "publish_export_s": publication.export_s,
         "publish_stage_s": publication.stage_s,

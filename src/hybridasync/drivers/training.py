@@ -1,6 +1,9 @@
 """The training loop: batch → train step → publish → evaluate → checkpoint, one step at a time.
 
 It is the only owner of the step number. What is due after a step is decided in `schedule.py` and nowhere else.
+
+Where engines run ahead, a publication goes on beside the next step: training waits for the export alone. One at a time,
+and its step's places in the rollout become free only when engines serve it, so that all bounds count as without that.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from hybridasync.drivers.fleet import Fleet
 from hybridasync.drivers.klpenalty import kl_metrics, with_kl
 from hybridasync.drivers.publish import Publisher
 from hybridasync.drivers.rollout import Rollout
-from hybridasync.drivers.stepmetrics import batch_metrics, publication_metrics
+from hybridasync.drivers.stepmetrics import StepRow, Stopwatch, batch_metrics
 from hybridasync.errors import CheckpointError, LocalProtocolError, PromptsUsedUp, PublicationFailed, leading_cause
 from hybridasync.ports import MetricSink, SnapshotFolder, Trainer
 from hybridasync.protocol.pace import Pace
@@ -49,7 +52,10 @@ class LoopParts:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did, for whoever drives the run."""
+    """What one step did, for whoever drives the run.
+
+    Where its publication goes on beside the next step, `publication` is None, and `metrics` gets its times at its end.
+    """
 
     step: int
     metrics: Mapping[str, float]
@@ -69,6 +75,9 @@ class TrainingLoop:
         self._evaluated.set()
         self._compared = anyio.Event()  # an evaluation has no more need of the trainer's present weights
         self._compared.set()
+        self._published_beside = anyio.Event()  # no publication goes on beside training
+        self._published_beside.set()
+        self._row: StepRow | None = None  # the one that such a publication will complete
         self._owes_evaluation = False
         self._ended = False  # before the last step, because the data is
         self._published = -1  # version that engines serve
@@ -79,7 +88,12 @@ class TrainingLoop:
         self.publications = 0
         self.samples_trained = 0
         self.evaluations: list[EvalResult] = []
+        self.latest: Mapping[str, float] = {}  # the last row that is complete
         publication = config.publication
+        # At staleness 0 the next batch waits for the publication anyway. With keep_old_actor the next step's old
+        # log-probs are those of the weights whose publication is to be decided.
+        self._overlaps = config.rollout.max_staleness > 0 and not publication.blocking
+        self._overlaps = self._overlaps and not config.algorithm.keep_old_actor
         self._pace: Pace | None = None  # the interval is fixed
         if publication.update_weights_interval == "auto":
             self._pace = Pace(publication.k_min, publication.k_max)
@@ -97,60 +111,63 @@ class TrainingLoop:
         if self._ended or self.step >= self._schedule.num_rollout:
             await self._evaluation_over()
             return None
-        step, started = self.step, anyio.current_time()
+        step, row = self.step, StepRow(self.step, saving_s=self._saving_s)
         try:
             groups = await self._parts.rollout.take(step)
         except PromptsUsedUp as error:
+            await self.settle()
             if not self.samples_trained:
                 raise
             await self._end_early(str(error))
             return None
-        waited = anyio.current_time() - started
-        metrics = await self._train(step, groups)
-        self.step = self.version = step + 1
+        row.metrics["train_wait_s"] = row.time.seconds - self._saving_s
+        self._saving_s = 0.0
+        row.metrics |= await self._train(step, groups)
         if self._pace is not None:
-            self._pace.worked(anyio.current_time() - started)
-        publication = await self._after(step)
-        saving_s, self._saving_s = self._saving_s, 0.0
-        metrics |= {
-            "train_wait_s": waited + (publication.drain_s if publication else 0.0),
-            "engine_idle_s": self._parts.fleet.take_idle_s(),
-            "step_s": anyio.current_time() - started + saving_s,
-            "checkpoint_s": saving_s,
-            "publications": float(self.publications),
-            "publish_interval": float(self._pace.interval if self._pace else self._schedule.update_weights_interval),
-            "weight_version": float(self.version),
-            "in_flight": float(self._parts.fleet.in_flight),
-        }
-        metrics |= publication_metrics(publication) | dict(self._parts.resources())
-        metrics["response_tok_s"] = metrics["response_tokens_sum"] / metrics["step_s"]
-        metrics["samples_s"] = metrics["samples"] / metrics["step_s"]
-        # Before the checkpoint: a run that is killed in between and resumed there would lack the row for ever.
-        self._parts.sink.step(step, metrics)
+            self._pace.worked(row.time.seconds - row.saving_s)
+        await self.settle(row)
+        self.step = self.version = step + 1
+        row.metrics |= {"weight_version": float(self.version), "in_flight": float(self._parts.fleet.in_flight)}
+        publication = await self._after(step, row)
+        # After its row: a run that is killed in between and resumed there would lack the row for ever.
         saved = await self._save() if self._schedule.save_due(step) else None
-        return Step(step, metrics, publication, saved)
+        return Step(step, row.metrics, publication, saved)
 
-    async def publish(self, step: int | None, *, evaluating: bool = False) -> PublicationResult | None:
+    async def publish(
+        self, step: int | None, *, evaluating: bool = False, held: Stopwatch | None = None
+    ) -> PublicationResult | None:
         """Publish the trainer's weights now. None: no engine took them, and training goes on (R63, R66).
 
-        `evaluating`: evaluation requests are sent before the engines sample again (R51, U9).
+        `evaluating`: evaluation requests are sent before the engines sample again (R51, U9). `held` gets the time that
+        it takes.
         """
+        await self.settle()
         await self._evaluation_over()
-        path = self._parts.snapshots.path(self.version)
         then = self._start_evaluation if evaluating else None
-        started, cost_s = anyio.current_time(), None
+        held = held or Stopwatch()
+        held.start()
         try:
-            result = await self._parts.publisher.publish(self.version, path, step=step, before_sampling=then)
-            cost_s = None if step is None else anyio.current_time() - started
-            self._published = self.version
+            return await self._publish(self.version, step, held=held, before_sampling=then)
+        finally:
+            held.stop()
+
+    async def _publish(
+        self, version: int, step: int | None, *, held: Stopwatch, **moments: Callable[[], Any] | None
+    ) -> PublicationResult | None:
+        """`held` measures how long training is held up; `moments` as of `Publisher.publish`."""
+        path, cost_s = self._parts.snapshots.path(version), None
+        try:
+            result = await self._parts.publisher.publish(version, path, step=step, **moments)
+            cost_s = None if step is None else held.seconds
+            self._published = version
         except PublicationFailed as error:
             if not self._parts.fleet.verified and not (self._config.engine.use_fault_tolerance and self.publications):
                 raise
-            self._parts.sink.event("publication_skipped", level="warning", version=self.version, cause=str(error))
+            self._parts.sink.event("publication_skipped", level="warning", version=version, cause=str(error))
             return None
         finally:
             self._parts.snapshots.drop_all_but(newest=2)
-            self._choose_interval(cost_s)
+            self._choose_interval(version, cost_s)
         self.publications += 1
         return result
 
@@ -158,6 +175,7 @@ class TrainingLoop:
         """Evaluate now, and wait for the result."""
         if self._parts.evaluation is None:
             raise LocalProtocolError("evaluation isn't configured: set eval.eval_prompt_data")
+        await self.settle()
         try:
             result = await self._parts.evaluation.run(self.step)
         except BaseExceptionGroup as group:
@@ -167,6 +185,8 @@ class TrainingLoop:
         return result
 
     def state(self) -> dict[str, Any]:
+        if not self._published_beside.is_set():
+            raise LocalProtocolError("a publication goes on beside training: what it comes to isn't known yet")
         return {
             "step": self.step,
             "num_rollout": self._schedule.num_rollout,
@@ -197,10 +217,10 @@ class TrainingLoop:
             return self._schedule.publish_due(step)
         return self._schedule.publish_due(step, interval=self._pace.interval, published=self._pace.published)
 
-    def _choose_interval(self, cost_s: float | None) -> None:
+    def _choose_interval(self, completed: int, cost_s: float | None) -> None:
         """`cost_s`: what a publication held training up for; None: it failed, or was the first one of a process."""
-        if self._pace is not None and (choice := self._pace.tried(self.step, cost_s)):
-            self._parts.sink.event("interval_chosen", interval=choice.interval, reason=choice.reason, step=self.step)
+        if self._pace is not None and (choice := self._pace.tried(completed, cost_s)):
+            self._parts.sink.event("interval_chosen", interval=choice.interval, reason=choice.reason, step=completed)
 
     async def _train(self, step: int, groups: tuple[Group, ...]) -> dict[str, float]:
         algorithm = self._config.algorithm
@@ -227,8 +247,8 @@ class TrainingLoop:
         counts.clear()
         return metrics | dict(result.metrics) | (kl_metrics(groups, algorithm.kl_coef) if algorithm.kl_coef else {})
 
-    async def _after(self, step: int) -> PublicationResult | None:
-        """Publication and evaluation of a finished step; then its slots are free.
+    async def _after(self, step: int, row: StepRow) -> PublicationResult | None:
+        """Publication and evaluation of a finished step; then its slots are free, and its row is complete.
 
         A step without a publication touches nothing on the rollout side (R11): pausing without the matching end would
         leave the engines standing.
@@ -236,13 +256,64 @@ class TrainingLoop:
         publication = None
         evaluating = self._parts.evaluation is not None and self._schedule.eval_due(step)
         if self._publish_due(step):
-            publication = await self.publish(step, evaluating=evaluating)
+            # An evaluation compares with the trainer's weights; a checkpoint says what is published.
+            if self._overlaps and not evaluating and not self._schedule.save_due(step):
+                await self._publish_beside(row)
+                return None
+            publication = await self.publish(step, evaluating=evaluating, held=row.held)
         elif self._config.publication.clear_cache_on_skipped_steps:
             await self._parts.trainer.clear_cache()
         if evaluating and publication is None and self._serving(step):
             await self._start_evaluation()  # of the older weights that serve, and filed under them (U13)
         self._parts.rollout.finish(step)
+        self._complete(row, publication)
         return publication
+
+    async def _publish_beside(self, row: StepRow) -> None:
+        """Returns once the weights are exported; errors from then on end the run's task group."""
+        await self._evaluation_over()
+        self._published_beside, self._row = anyio.Event(), row
+        row.held.start()
+        await self._background.start(self._publish_in_background, row)
+
+    async def _publish_in_background(self, row: StepRow, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        version, over = row.step + 1, self._published_beside
+
+        def exported() -> None:
+            row.let_go()
+            task_status.started()
+
+        def serving() -> None:
+            self._parts.rollout.finish(row.step)
+
+        result = await self._publish(version, row.step, held=row.held, exported=exported, serving=serving)
+        if result is None:
+            serving()
+        self._complete(row, result)
+        # Not in a `finally`: after an error training must not go on until the task group is cancelled.
+        over.set()
+
+    async def settle(self, own: StepRow | None = None) -> None:
+        """Wait for the publication beside training. The wait counts for its step, not for the `own` one (R122)."""
+        if self._published_beside.is_set() or self._row is None:
+            return
+        if own is not None:
+            own.time.stop()
+        self._row.hold_up()
+        await self._published_beside.wait()
+        if own is not None:
+            own.time.start()
+
+    def _complete(self, row: StepRow, publication: PublicationResult | None) -> None:
+        """All of a step is known, its publication included."""
+        row.complete(publication)
+        row.metrics |= {
+            "engine_idle_s": self._parts.fleet.take_idle_s(),
+            "publications": float(self.publications),
+            "publish_interval": float(self._pace.interval if self._pace else self._schedule.update_weights_interval),
+        } | dict(self._parts.resources())
+        self._parts.sink.step(row.step, row.metrics)
+        self.latest = row.metrics
 
     async def _end_early(self, cause: str) -> None:
         """The data ended before the last step: what was trained is published, evaluated and saved all the same."""

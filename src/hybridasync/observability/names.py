@@ -80,13 +80,17 @@ CHECKPOINT_S = _metric("checkpoint_s", "time", "of a step: the checkpoint after 
 FRAMEWORK_S = _metric("framework_s", "time", "step time without publication and evaluation", unit="s")
 TRAIN_S = _metric("train_s", "time", "time of the training step on the workers", unit="s")
 TRAIN_WAIT_S = _metric(
-    "train_wait_s", "time", "time that the workers waited for samples: a complete batch, or engines to drain", unit="s"
+    "train_wait_s", "time", "time that the workers waited for samples: for a complete batch", unit="s"
 )
 ENGINE_IDLE_S = _metric(
     "engine_idle_s", "time", "time without a request at the engines, mean over the engines", unit="s"
 )
 PUBLISH_S = _metric(
-    "publish_s", "time", "time of the publication that followed this step; 0 where none was due", unit="s"
+    "publish_s",
+    "time",
+    "time that training was held up by the publication of this step's weights, draining included; its parts may take "
+    "longer, beside the next step",
+    unit="s",
 )
 PAUSE_MS = _metric(
     "pause_ms", "publication", "pause of the slowest engine after this step; 0 where none was due", unit="ms"
