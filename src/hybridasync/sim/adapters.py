@@ -80,6 +80,7 @@ class SimTrainer:
         self._record = record
         self._lose_at = lose_at
         self._rng = rng
+        self._group = anyio.Lock()  # one call at a time, in their order
         self.completed = 0
         self._decisions = Decisions()
         self._told: list[tuple[int, int, bool]] = []
@@ -147,9 +148,10 @@ class SimTrainer:
     async def close(self) -> None: ...
 
     async def _work(self, seconds: float) -> None:
-        self._life.check()
-        await anyio.sleep(seconds)
-        self._life.check()
+        async with self._group:
+            self._life.check()
+            await anyio.sleep(seconds)
+            self._life.check()
 
 
 class SimStore:
