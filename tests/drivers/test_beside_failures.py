@@ -1,0 +1,190 @@
+"""Failures and cancellations of a publication beside training: no engine stays paused, and the run hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.lowlevel
+import pytest
+from beside import bench_of, config_of, steps_of
+from kit import nothing
+from loop import Bench
+from test_recovery import virtual
+
+from hybridasync.drivers.training import TrainingLoop
+from hybridasync.errors import (
+    CompensationFailed,
+    NotSent,
+    OutcomeUnknown,
+    PublicationFailed,
+    WorkerLost,
+    leaves,
+)
+from hybridasync.types import StepResult, TrainBatch
+
+
+async def refused(*_: object) -> bool:
+    raise NotSent("engine-0", "pause", "refused")
+
+
+@virtual
+async def test_r66_a_publication_that_no_engine_took_leaves_training_going() -> None:
+    """R63, R66: skipped with an event and an abort; its places are free all the same; the next one is tried."""
+    bench = bench_of(config_of(5))
+    async with bench.loop() as loop:
+        await loop.begin()
+        await steps_of(loop, 1)
+        await loop.settle()
+        pause, bench.sidecar.pause = bench.sidecar.pause, refused  # type: ignore[method-assign]
+        await steps_of(loop, 1)
+        await loop.settle()
+        bench.sidecar.pause = pause  # type: ignore[method-assign]
+        await steps_of(loop, 3)
+    assert bench.trainer.decisions[:4] == [(0, 0, True), (1, 1, True), (2, 2, False), (3, 3, True)]
+    assert bench.sink.names().count("publication_skipped") == 1
+    assert [row["publications"] for _, row in bench.sink.steps] == [2, 2, 3, 4, 5]
+    assert bench.sink.steps[1][1]["pause_ms"] == 0.0
+    assert max(row["partition_lag_max"] for _, row in bench.sink.steps) <= 1
+
+
+def failure_of(bench: Bench, break_it: Callable[[Bench], None]) -> tuple[list[BaseException], float]:
+    """The errors that ended a run whose second step never ends, and when, after `break_it` following the first one."""
+    found: list[BaseException] = []
+    ended: list[float] = []
+
+    @virtual
+    async def run() -> None:
+        try:
+            async with bench.loop() as loop:
+                await loop.begin()
+                break_it(bench)
+                await steps_of(loop, 1)
+                bench.trainer.train_s = 1000.0  # type: ignore[attr-defined]
+                await loop.one_step()
+        except BaseExceptionGroup as group:
+            found.extend(leaves(group))
+        ended.append(anyio.current_time())
+
+    run()
+    return found, ended[0]
+
+
+def test_a_resume_that_fails_for_good_ends_the_run_at_once() -> None:
+    """CompensationFailed doesn't wait for the training step under way, and workers aren't asked before it."""
+
+    def break_it(bench: Bench) -> None:
+        async def unknown(*_: object) -> None:
+            raise OutcomeUnknown("engine-0", "end", "reset")
+
+        bench.sidecar.end = bench.sidecar.fence = unknown  # type: ignore[method-assign, assignment]
+
+    bench = bench_of(config_of(4))
+    found, ended = failure_of(bench, break_it)
+    assert [type(error) for error in found] == [CompensationFailed]
+    assert ended < 15.0
+    assert bench.trainer.decisions == [(0, 0, True)]
+
+
+def test_without_any_engine_left_the_run_ends_as_before() -> None:
+    """No engine serves and there is no fault tolerance: PublicationFailed ends the run, after the step under way."""
+
+    def break_it(bench: Bench) -> None:
+        bench.server.sums = {"a": "torn"}
+
+    bench = bench_of(config_of(4, engine={"use_fault_tolerance": False}))
+    bench.trainer.train_s = 1.0  # type: ignore[attr-defined]
+    found: list[BaseException] = []
+
+    @virtual
+    async def run() -> None:
+        try:
+            async with bench.loop() as loop:
+                await loop.begin()
+                break_it(bench)
+                await steps_of(loop, 4)
+        except BaseExceptionGroup as group:
+            found.extend(leaves(group))
+
+    run()
+    assert [type(error) for error in found] == [PublicationFailed]
+    assert bench.log.count("train 1") == 1 and "train 2" not in bench.log
+    assert bench.sidecar.paused_by is None
+
+
+@virtual
+async def test_a_step_that_fails_meanwhile_still_resumes_the_engine() -> None:
+    """The workers are lost in step 1 while the engine is paused for version 1: it runs again, the error is theirs."""
+    bench = bench_of(config_of(4), pause_s=0.5)
+    train = bench.trainer.train_step
+
+    async def lost(batch: TrainBatch) -> StepResult:
+        if batch.step == 1:
+            await anyio.sleep(0.2)
+            assert bench.sidecar.paused_by is not None
+            raise WorkerLost(1, "killed", step=1)
+        return await train(batch)
+
+    bench.trainer.train_step = lost  # type: ignore[method-assign]
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await bench.run()
+    assert [type(error) for error in leaves(caught.value)] == [WorkerLost]
+    assert bench.sidecar.paused_by is None and bench.log[-1] == "engine-0 end"
+
+
+@asynccontextmanager
+async def cut(bench: Bench, at: int, passed: list[int]) -> AsyncIterator[TrainingLoop]:
+    """The loop, cancelled at the `at`-th point of the world."""
+    async with bench.loop() as loop:
+
+        async def hook(point: str) -> None:
+            passed[0] += 1
+            if passed[0] - 1 == at:
+                scope.cancel()
+            await nothing(point)
+
+        with anyio.CancelScope() as scope:
+            bench.world.hook = hook
+            yield loop
+
+
+@pytest.mark.parametrize("mode", ["drain", "retract"])
+def test_r100_cancelled_at_every_point_no_engine_stays_paused(mode: str, figure: Callable[[str], None]) -> None:
+    """Before a send, after it and after the reply, over three steps: the engine runs, and its weights are whole."""
+
+    @virtual
+    async def one(at: int, passed: list[int]) -> None:
+        bench = bench_of(config_of(3, publication={"pause_mode": mode}), train_s=0.0)
+        async with cut(bench, at, passed) as loop:
+            await loop.begin()
+            while await loop.one_step() is not None:
+                pass
+        assert bench.sidecar.paused_by is None, at
+        commits = [version for _, version, commit in bench.trainer.decisions if commit]
+        assert commits == sorted(set(commits))
+
+    at = 0
+    while True:
+        passed = [0]
+        one(at, passed)
+        if passed[0] <= at:
+            break
+        at += 1
+    assert at >= 40
+    figure(f"cancellation matrix, beside training, {mode}: cancelled at {at} points")
+
+
+@virtual
+async def test_cancelled_in_a_long_step_the_workers_are_not_waited_for() -> None:
+    """An interrupt while the outcome waits for the workers: the run is left at once."""
+    bench = bench_of(config_of(3))
+    async with bench.loop() as loop:
+        await loop.begin()
+        await steps_of(loop, 1)
+        bench.trainer.train_s = 1000.0  # type: ignore[attr-defined]
+        with anyio.move_on_after(3.0):
+            await loop.one_step()
+        assert anyio.current_time() < 10.0
+    assert bench.sidecar.paused_by is None
+    assert anyio.current_time() < 10.0
