@@ -161,6 +161,30 @@ async def test_a_short_publication_costs_training_its_export() -> None:
         assert row["step_s"] == pytest.approx(1.02)
 
 
+@pytest.mark.parametrize(("staleness", "waits"), [(1, [0.0] * 4), (2, [0.0, 0.7, 1.4, 1.4])])
+def test_waiting_for_requests_in_flight_is_waiting_for_samples(staleness: int, waits: list[float]) -> None:
+    """Generation of 2.5 s, steps of 1 s, draining: what is left of it when the step is over is booked as such."""
+    bench = bench_of(config_of(6, staleness=staleness), train_s=1.0, export_s=0.1, pause_s=0.3)
+
+    async def reply(_ids: Sequence[int], params: Any) -> tuple[Completion, ...]:
+        await anyio.sleep(2.5)
+        return tuple(completion(2, version=int(bench.server.version)) for _ in range(params.n))
+
+    bench.server.reply = reply
+
+    @virtual
+    async def run() -> None:
+        await bench.run()
+
+    run()
+    rows = [row for _, row in bench.sink.steps]
+    assert [row["publish_drain_wait_s"] for row in rows[:4]] == pytest.approx(waits)
+    assert rows[3]["step_s"] == pytest.approx(2.8)  # where engines are the slower half: generation and pause
+    for row in rows:
+        parts = row["train_wait_s"] + row["publish_s"] + 1.0
+        assert row["step_s"] == pytest.approx(parts)
+
+
 @virtual
 async def test_a_step_is_handed_out_before_its_publication_is_over() -> None:
     """Its metrics then have no times of it yet and get them later; the state isn't known in between."""

@@ -10,7 +10,7 @@ from hybridasync.errors import ConfigError
 
 def test_the_loss_of_a_trainer_bound_step_adds_up() -> None:
     """Waiting, publication with its draining, slower training and the controller's work make the whole."""
-    row = {"step_s": 1.3, "train_s": 1.05, "train_wait_s": 0.05, "publish_drain_s": 0.02, "publish_s": 0.12}
+    row = {"step_s": 1.3, "train_s": 1.05, "train_wait_s": 0.07, "publish_drain_wait_s": 0.02, "publish_s": 0.1}
     found = loss([row, row], generation_s=0.5, training_s=1.0)
     expected = {"publication_s": 0.12, "waiting_s": 0.05, "slower_half_s": 0.05, "controller_s": 0.08, "total_s": 0.3}
     assert found == pytest.approx(expected)

@@ -197,10 +197,11 @@ def loss(metrics: Sequence[Mapping[str, float]], *, generation_s: float, trainin
     row = {name: mean(one.get(name, 0.0) for one in metrics) for name in metrics[0]}
     if training_s >= generation_s:
         known = row["train_wait_s"] + row["train_s"] + row["publish_s"]
+        drain_s = row.get("publish_drain_wait_s", 0.0)  # in train_wait_s; a publication caused it
         return {
             "total_s": row["step_s"] - training_s,
-            "publication_s": row["publish_s"],
-            "waiting_s": row["train_wait_s"],
+            "publication_s": row["publish_s"] + drain_s,
+            "waiting_s": row["train_wait_s"] - drain_s,
             "slower_half_s": row["train_s"] - training_s,
             "controller_s": row["step_s"] - known,
         }

@@ -128,6 +128,10 @@ def _steps(
         for name in ("ratio_mean", "tis_mean"):
             values[name] = values[name] or _NO_IMPORTANCE
         values |= {"step": float(number), "in_window": float(plan.first <= number <= plan.last)}
+        # A publication waits for requests in flight, not the trainer for data: booked to what caused it.
+        drain_s = _number(row, "publish_drain_wait_s")
+        values["publish_s"] += drain_s
+        values["train_wait_s"] = max(0.0, values["train_wait_s"] - drain_s)
         values["publication_lag"] = values["version_lag_mean"] - values["partition_lag_mean"]
         values |= _published(publications.get(number, ()))
         if during:  # else the run's own figure of the machine stays

@@ -71,6 +71,8 @@ class StepRow:
         self.metrics: dict[str, float] = {"checkpoint_s": saving_s}
         self.time = Stopwatch(saving_s, running=True)
         self.held = Stopwatch()
+        self._held_since: float | None = None  # beside training: since when that waits for the publication's end
+        self._served_at: float | None = None
 
     def let_go(self) -> None:
         """Training goes on while the publication does: what is known by now is a row that lacks its times."""
@@ -80,14 +82,32 @@ class StepRow:
 
     def hold_up(self) -> None:
         """Training waits for the publication."""
+        self._held_since = anyio.current_time()
         self.time.start()
         self.held.start()
 
+    def served(self) -> None:
+        """Beside training: engines have just been resumed with the new weights."""
+        self._served_at = anyio.current_time()
+
     def complete(self, publication: PublicationResult | None) -> None:
+        """Nothing more is booked to this step. Waiting for requests in flight is waiting for samples."""
         self.time.stop()
         self.held.stop()
-        self.metrics |= {"publish_s": self.held.seconds} | publication_metrics(publication)
+        drain_s = self._waited_for_drain_s(publication) if publication else 0.0
+        self.metrics["train_wait_s"] += drain_s
+        self.metrics |= {"publish_s": max(0.0, self.held.seconds - drain_s), "publish_drain_wait_s": drain_s}
+        self.metrics |= publication_metrics(publication)
         self._add_rates()
+
+    def _waited_for_drain_s(self, publication: PublicationResult) -> float:
+        """How much of the draining training waited for: all, or beside training what was left of it by then."""
+        if self._served_at is None:
+            return publication.drain_s
+        if self._held_since is None:
+            return 0.0
+        drained_at = self._served_at - publication.pause_s
+        return min(publication.drain_s, max(0.0, drained_at - self._held_since))
 
     def _add_rates(self) -> None:
         self.metrics["step_s"] = seconds = self.time.seconds

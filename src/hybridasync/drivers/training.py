@@ -284,6 +284,7 @@ class TrainingLoop:
             task_status.started()
 
         def serving() -> None:
+            row.served()
             self._parts.rollout.finish(row.step)
 
         result = await self._publish(version, row.step, held=row.held, exported=exported, serving=serving)

@@ -80,7 +80,7 @@ CHECKPOINT_S = _metric("checkpoint_s", "time", "of a step: the checkpoint after 
 FRAMEWORK_S = _metric("framework_s", "time", "step time without publication and evaluation", unit="s")
 TRAIN_S = _metric("train_s", "time", "time of the training step on the workers", unit="s")
 TRAIN_WAIT_S = _metric(
-    "train_wait_s", "time", "time that the workers waited for samples: for a complete batch", unit="s"
+    "train_wait_s", "time", "time that the workers waited for samples: a complete batch, or engines to drain", unit="s"
 )
 ENGINE_IDLE_S = _metric(
     "engine_idle_s", "time", "time without a request at the engines, mean over the engines", unit="s"
@@ -88,8 +88,8 @@ ENGINE_IDLE_S = _metric(
 PUBLISH_S = _metric(
     "publish_s",
     "time",
-    "time that training was held up by the publication of this step's weights, draining included; its parts may take "
-    "longer, beside the next step",
+    "time that training was held up by the publication of this step's weights, without publish_drain_wait_s; its parts "
+    "may take longer, beside the next step",
     unit="s",
 )
 PAUSE_MS = _metric(
@@ -103,6 +103,9 @@ PUBLISH_STAGE_S = _metric(
 )
 PUBLISH_DRAIN_S = _metric(
     "publish_drain_s", "publication", "before a pause: requests in flight were let finish", unit="s"
+)
+PUBLISH_DRAIN_WAIT_S = _metric(
+    "publish_drain_wait_s", "publication", "of train_wait_s: for requests in flight, before a pause", unit="s"
 )
 PUBLISH_WAIT_S = _metric(
     "publish_wait_s", "publication", "of a pause: from asking until all engines were paused", unit="s"
