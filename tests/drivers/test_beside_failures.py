@@ -188,3 +188,26 @@ async def test_cancelled_in_a_long_step_the_workers_are_not_waited_for() -> None
         assert anyio.current_time() < 10.0
     assert bench.sidecar.paused_by is None
     assert anyio.current_time() < 10.0
+
+
+async def test_r100_cancelled_at_every_turn_of_the_loop(figure: Callable[[str], None]) -> None:
+    """R100, U14: three steps on the other event loop, cancelled at their first turn, at the second, and so on."""
+    turns, finished = 0, False
+    while not finished:
+        bench = bench_of(config_of(3), train_s=0.0, export_s=0.0)
+        bench.world.hook = nothing
+        async with anyio.create_task_group() as tasks:
+
+            async def run(bench: Bench = bench) -> None:
+                nonlocal finished
+                await bench.run()
+                finished = True
+
+            tasks.start_soon(run)
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        assert bench.sidecar.paused_by is None, turns
+        turns += 1
+    assert turns >= 100
+    figure(f"cancellation matrix, beside training: cancelled at {turns - 1} turns of the event loop")
