@@ -1,6 +1,6 @@
 """Rewrite the tables of docs/performance.md from the results of the benchmarks.
 
-    python benchmarks/tables.py publication/ overlap.json engine.json control.json peers.json
+    python benchmarks/tables.py publication/ overlap.json engine.json control.json peers.json pause.json …
 
 A directory is one of `hybridasync bench publication`, and is verified first. A table stands between `<!-- overlap -->`
 and `<!-- /overlap -->`, or the same with another benchmark's name; its file says which.
@@ -178,8 +178,72 @@ def transport(results: Results) -> str:
     return table(header, rows)
 
 
+def pause(results: Results) -> str:
+    rows = [
+        (
+            f"{result['parameters'] / 1e6:.1f} M parameters, {result['dtype']}, {result['bytes'] / 1e6:.0f} MB",
+            f"**{milliseconds(result['staged']['pause_s'])}**",
+            *(milliseconds(result["staged"][part]) for part in ("wait_s", "transfer_s", "verify_s", "resume_s")),
+            milliseconds(result["staged"]["stage_s"]),
+            milliseconds(result["loaded"]["pause_s"]),
+        )
+        for result in results
+    ]
+    header = (
+        "model",
+        "pause, ms",
+        "until paused",
+        "switch",
+        "verification",
+        "until it runs",
+        "staging before it, ms",
+        "pause without staging, ms",
+    )
+    return table(header, rows)
+
+
+def delta(results: Results) -> str:
+    [result] = results
+    ways = result["delta"], result["full"]
+    share = scaled(result["bytes_share"], 100, 2)
+    unequal = result["unequal"]
+    rows = [
+        ("written, MB", *(scaled(way["bytes"], 1e-6, 2) for way in ways)),
+        ("of complete weights", f"**{share} %**", "100 %"),
+        ("export (trainer), s", *(scaled(way["export_s"], 1, 2) for way in ways)),
+        ("staging (engine), s", *(scaled(way["stage_s"], 1, 2) for way in ways)),
+        (
+            f"engine's weights not the trainer's, of {result['publications']} publications",
+            f"{len(unequal)} ({result['deltas']} were deltas)",
+            "–",
+        ),
+    ]
+    title = f"{result['shape']}, {result['dtype']}, learning rate {result['lr']:g}"
+    return table((title, "delta", "complete"), rows)
+
+
+def memory(results: Results) -> str:
+    [result] = results
+    rows = [
+        (
+            role.removesuffix("_rss_mib"),
+            *(f"{values[what]:.1f}" for what in ("first", "half", "last")),
+            f"**{values['slope_mib_per_1000_steps']:+.1f}**",
+        )
+        for role, values in result["roles"].items()
+    ]
+    steps = result["steps"]
+    header = (f"{steps} steps, resident MiB", "first step", "half-way", "last step", "slope of the second half / 1,000")
+    return table(header, rows)
+
+
+def scaled(value: Mapping[str, float], factor: float, digits: int) -> str:
+    median, low, high = (f"{value[name] * factor:.{digits}f}" for name in ("median", "low", "high"))
+    return f"{median} ({low} to {high})"
+
+
 def milliseconds(value: Mapping[str, float]) -> str:
-    return f"{value['median'] * 1e3:.0f} ({value['low'] * 1e3:.0f} to {value['high'] * 1e3:.0f})"
+    return scaled(value, 1e3, 1)
 
 
 def peers(results: Results) -> str:
@@ -190,11 +254,20 @@ def peers(results: Results) -> str:
     return "\n".join(lines)
 
 
-TABLES = {"overlap": overlap, "engine": engine, "control": control, "peers": peers, "transport": transport}
+TABLES = {
+    "overlap": overlap,
+    "engine": engine,
+    "control": control,
+    "peers": peers,
+    "transport": transport,
+    "pause": pause,
+    "delta": delta,
+    "memory": memory,
+}
 
 
 def spread(value: Mapping[str, float]) -> str:
-    return f"{value['median']:.2f} ({value['low']:.2f} to {value['high']:.2f})"
+    return scaled(value, 1, 2)
 
 
 def machine_line(content: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ way, it is unwound completely, owed resumes included, before any process or conn
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -127,8 +128,8 @@ class Run:
         step = await loop.one_step() if loop else None
         if step is None:
             raise StopAsyncIteration
-        # The pause and the idle time of a step whose publication goes on are those of the step before it.
-        self.progress.advance({**self._loop.latest, **step.metrics})
+        known = {name: value for name, value in step.metrics.items() if not math.isnan(value)}
+        self.progress.advance({**self._loop.latest, **known})  # of a publication that goes on: the one before it
         return step
 
     @property

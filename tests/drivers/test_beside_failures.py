@@ -15,14 +15,16 @@ from test_recovery import virtual
 
 from hybridasync.drivers.training import TrainingLoop
 from hybridasync.errors import (
+    CheckpointError,
     CompensationFailed,
+    DivergedError,
     NotSent,
     OutcomeUnknown,
     PublicationFailed,
     WorkerLost,
     leaves,
 )
-from hybridasync.types import StepResult, TrainBatch
+from hybridasync.types import StepResult, TrainBatch, WeightSnapshot
 
 
 async def refused(*_: object) -> bool:
@@ -131,6 +133,117 @@ async def test_a_step_that_fails_meanwhile_still_resumes_the_engine() -> None:
         await bench.run()
     assert [type(error) for error in leaves(caught.value)] == [WorkerLost]
     assert bench.sidecar.paused_by is None and bench.log[-1] == "engine-0 end"
+
+
+@virtual
+async def test_an_export_that_fails_leaves_nothing_to_wait_for() -> None:
+    """A full disk: whoever catches that error can leave, publish or evaluate; nothing waits for what never began."""
+    bench = bench_of(config_of(4))
+    async with bench.loop() as loop:
+        await loop.begin()
+        export = bench.trainer.export_weights
+
+        async def full(version: int, path: str) -> WeightSnapshot:
+            raise CheckpointError("no space left")
+
+        bench.trainer.export_weights = full  # type: ignore[method-assign]
+        with pytest.raises(CheckpointError):
+            await loop.one_step()
+        bench.trainer.export_weights = export  # type: ignore[method-assign]
+        with anyio.fail_after(2.0):
+            await loop.settle()
+            result = await loop.publish(0)
+    assert result is not None and result.version == 1
+    assert [step for step, _ in bench.sink.steps] == [0]
+
+
+@virtual
+async def test_given_up_during_the_export_the_run_can_be_left() -> None:
+    """A time limit around the steps that expires while weights are being exported."""
+    bench = bench_of(config_of(4), export_s=0.5)
+    async with bench.loop() as loop:
+        await loop.begin()
+        with anyio.move_on_after(1.2) as limit:
+            while True:
+                await loop.one_step()
+        assert limit.cancelled_caught and "export 1" in bench.log
+        with anyio.fail_after(2.0):
+            await loop.settle()
+
+
+@virtual
+async def test_a_step_that_fails_leaves_the_row_of_the_one_before() -> None:
+    """The publication of step 0 is over while step 1 diverges: its row is there, with its times, long before that."""
+    bench = bench_of(config_of(4), train_s=0.5, pause_s=0.1)
+    train, seen = bench.trainer.train_step, []
+
+    async def diverges(batch: TrainBatch) -> StepResult:
+        if batch.step == 1:
+            await anyio.sleep(5.0)
+            seen.extend(bench.sink.steps)
+            raise DivergedError("loss is nan", step=1)
+        return await train(batch)
+
+    bench.trainer.train_step = diverges  # type: ignore[method-assign]
+    with pytest.raises(BaseExceptionGroup):
+        await bench.run()
+    [(step, row)] = seen
+    assert step == 0 and row["pause_ms"] == pytest.approx(100.0)
+
+
+@virtual
+async def test_a_row_is_written_even_if_its_publication_is_cut_off() -> None:
+    """Step 1 is lost while step 0's publication pauses the engine."""
+    bench = bench_of(config_of(4), pause_s=1.5)
+    train = bench.trainer.train_step
+
+    async def lost(batch: TrainBatch) -> StepResult:
+        if batch.step == 1:
+            raise WorkerLost(1, "killed", step=1)
+        return await train(batch)
+
+    bench.trainer.train_step = lost  # type: ignore[method-assign]
+    with pytest.raises(BaseExceptionGroup):
+        await bench.run()
+    assert [step for step, _ in bench.sink.steps] == [0]
+    assert bench.sidecar.paused_by is None
+
+
+@virtual
+async def test_given_up_while_a_trained_step_waits_the_next_publication_is_of_its_weights() -> None:
+    """A time limit that expires after step 1 was trained, in the wait for publication 1: version 2 comes next."""
+    bench = bench_of(config_of(4), train_s=1.0, export_s=0.1, pause_s=1.9)
+    async with bench.loop() as loop:
+        await loop.begin()
+        await steps_of(loop, 1)
+        with anyio.move_on_after(1.5):
+            await loop.one_step()
+        assert (loop.step, loop.version) == (2, 2) and "trained 1" in bench.log
+        result = await loop.publish(None)
+    assert result is not None and result.version == 2
+
+
+@virtual
+async def test_r109_an_engine_is_brought_up_while_workers_are_in_a_long_step() -> None:
+    """A publication that no engine took: its abort waits for the step, but neither places nor a new engine do."""
+    bench = bench_of(config_of(5))
+    async with bench.loop() as loop:
+        await loop.begin()
+        await steps_of(loop, 1)
+        await loop.settle()
+        bench.trainer.train_s = 8.0  # type: ignore[attr-defined]
+        pause, bench.sidecar.pause = bench.sidecar.pause, refused  # type: ignore[method-assign]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(steps_of, loop, 2)
+            await anyio.sleep(9.0)
+            assert len(bench.sink.steps) == 2 and "trained 2" not in bench.log
+            bench.sidecar.pause = pause  # type: ignore[method-assign]
+            [engine] = bench.fleet.engines
+            engine.state.version = None
+            waited = anyio.current_time()
+            await loop._parts.publisher.bring_up(engine)
+            assert anyio.current_time() - waited < 2.0 and engine.state.version == 2
+            assert "trained 2" not in bench.log
 
 
 @asynccontextmanager

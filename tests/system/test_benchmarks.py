@@ -155,6 +155,7 @@ def test_the_pause_is_measured_with_real_engines(tmp_path: Path) -> None:
     for way in ("staged", "loaded"):
         assert set(result[way]) == {f"{part}_s" for part in ("stage", "wait", "transfer", "verify", "resume", "pause")}
         assert result[way]["pause_s"]["median"] > 0
+    assert "M parameters, fp32" in tabled(tmp_path / "pause.json", tmp_path)
 
 
 def test_deltas_of_a_real_trainer_arrive_to_the_last_bit(tmp_path: Path) -> None:
@@ -162,6 +163,7 @@ def test_deltas_of_a_real_trainer_arrive_to_the_last_bit(tmp_path: Path) -> None
     result = script("delta", str(tmp_path / "delta.json"))
     assert (result["publications"], result["deltas"], result["unequal"]) == (5, 5, [])
     assert 0 < result["bytes_share"]["high"] < 1
+    assert "| 0 (5 were deltas) |" in tabled(tmp_path / "delta.json", tmp_path)
 
 
 def test_memory_is_followed_over_the_steps_of_a_run(tmp_path: Path) -> None:
@@ -171,3 +173,4 @@ def test_memory_is_followed_over_the_steps_of_a_run(tmp_path: Path) -> None:
         f"{role}_rss_mib" for role in ("trainer", "rollout", "controller")
     }
     assert all(role["first"] > 0 for role in result["roles"].values())
+    assert "| trainer | " in tabled(tmp_path / "memory.json", tmp_path)

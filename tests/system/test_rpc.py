@@ -191,11 +191,22 @@ async def test_r105a_a_worker_that_does_not_answer_a_decision_is_ended(tmp_path:
         pids = await trainer.call("train_step", "pid")
         processes = {ProcessId.of(pid) for pid in pids.values()}
         with anyio.move_on_after(0.3):
-            await trainer.call("train_step", "hang", 2)
-        with anyio.fail_after(8), pytest.raises(WorkerLost, match="rank 2 is lost: no answer to train_step in time"):
+            await trainer.call("export_weights", "hang", 2)
+        with (
+            anyio.fail_after(8),
+            pytest.raises(WorkerLost, match="rank 2 is lost: no answer to export_weights in time"),
+        ):
             await trainer.decide(0, version=1, commit=False)
         assert not wait_ended({process for process in processes if process.pid == pids[2]}, 5)
     assert not wait_ended(processes, 5)
+
+
+async def test_r105a_a_training_step_that_was_given_up_may_end_before_a_decision(tmp_path: Path) -> None:
+    """The decision about a publication beside it waits for that step as for any other, and loses nobody."""
+    async with connected(tmp_path, replace(QUICK, decide_s=0.5)) as trainer:
+        with anyio.move_on_after(0.3):
+            await trainer.call("train_step", "count", 2.0, step=1)
+        await trainer.decide(0, version=1, commit=True)
 
 
 async def test_loss_is_noticed_without_a_call(tmp_path: Path) -> None:

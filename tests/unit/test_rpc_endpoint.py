@@ -37,16 +37,6 @@ def test_number_used_twice_never_runs() -> None:
     assert ran == [0] and first[0].done() and not first[1].done()
 
 
-def test_an_operation_learns_that_nobody_waits_for_it() -> None:
-    """Giving up names a call by its number: only that one sees it, however late the message comes."""
-    endpoint, seen = Endpoint(1), list[bool]()
-    endpoint.give_up(1)
-    answers = [endpoint.submit(number, "look", pickle.dumps(())) for number in range(3)]
-    endpoint.submit(3, SHUTDOWN, pickle.dumps(()))
-    endpoint.serve({"look": lambda: seen.append(endpoint.given_up()), SHUTDOWN: lambda: None})
-    assert seen == [False, True, False] and all(answer.value()["ok"] for answer in answers)
-
-
 def test_error_keeps_its_setting_and_text() -> None:
     """A ConfigError comes back as it was; a subclass counts as the nearest kind that both sides know."""
 

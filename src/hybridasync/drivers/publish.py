@@ -67,7 +67,6 @@ class _Order:
     step: int | None
     started: float
     before_sampling: Callable[[], Awaitable[None]] | None
-    serving: Callable[[], None] | None
 
 
 @dataclass(slots=True)
@@ -116,35 +115,46 @@ class Publisher:
         step: int | None,
         before_sampling: Callable[[], Awaitable[None]] | None = None,
         exported: Callable[[], None] | None = None,
-        serving: Callable[[], None] | None = None,
+        outcome: Callable[[PublicationResult | None], None] | None = None,
     ) -> PublicationResult:
         """Bring weight version `version` of the trainer to every engine, by way of the folder `path`.
 
         `exported` is called once the trainer may change its weights, which with `blocking` never happens before the
-        end. `before_sampling` is awaited once engines serve the version, and before rollout requests start again (R51);
-        then `serving` is called, before the workers hear of the outcome: they may be busy with the next step.
+        end. `before_sampling` is awaited once engines serve the version, and before rollout requests start again (R51).
+        `outcome` is called once engines serve it, or with None once it is known that none will, before the workers
+        hear of that: they may be busy with the next step.
         Raises PublicationFailed when not one engine serves it afterwards, CompensationFailed when a resume isn't
         confirmed and fencing didn't help. Some engines missing is a degraded result, not an error (R63, R66).
         """
-        order = _Order(
-            version, path, step=step, started=anyio.current_time(), before_sampling=before_sampling, serving=serving
-        )
+        order = _Order(version, path, step, anyio.current_time(), before_sampling)
         beside = exported is not None
+        result: PublicationResult | PublicationFailed
         async with self._lock:
             snapshot = None if self._settings.blocking else await self._parts.transfer.export(version, path)
             try:
                 if snapshot is not None and exported is not None:
                     exported()
                 result = await self._bring_to_all(order, snapshot)
-            except BaseException as error:
+            except PublicationFailed as error:
+                result = error
+            except BaseException:
                 # What ends the run doesn't wait for the training step that the workers are in.
-                if not beside or isinstance(error, PublicationFailed):
-                    with suppress(TrainerError):  # the next call to the workers reports it; this error comes first
-                        await self._decide(version, commit=False, beside=beside)
+                if not beside:
+                    await self._abort(version, beside=beside)
                 raise
         # The lock is free by now: the workers may be in a long step, and an engine waits to be brought up.
+        served = result if isinstance(result, PublicationResult) else None
+        if outcome is not None:
+            outcome(served)
+        if isinstance(result, PublicationFailed):
+            await self._abort(version, beside=beside)
+            raise result
         await self._decide(version, commit=True, beside=beside)
         return result
+
+    async def _abort(self, version: int, *, beside: bool) -> None:
+        with suppress(TrainerError):  # the next call to the workers reports it; what failed before comes first
+            await self._decide(version, commit=False, beside=beside)
 
     async def _bring_to_all(self, order: _Order, snapshot: WeightSnapshot | None) -> PublicationResult:
         """`snapshot` None: it is exported under the pause."""
@@ -160,8 +170,6 @@ class Publisher:
             self._readmit(saga, order.version)
             if saga.verified and order.before_sampling is not None:
                 await order.before_sampling()
-        if saga.verified and order.serving is not None:
-            order.serving()
         result = _result(saga, snapshot, step=order.step, times=times)
         self._parts.sink.publication(result)
         if not saga.verified:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import anyio
@@ -71,13 +72,17 @@ class StepRow:
         self.metrics: dict[str, float] = {"checkpoint_s": saving_s}
         self.time = Stopwatch(saving_s, running=True)
         self.held = Stopwatch()
+        self.completed = anyio.Event()  # nothing more is booked to it
+        self.over = anyio.Event()  # beside training: the workers know the outcome of the publication
         self._held_since: float | None = None  # beside training: since when that waits for the publication's end
         self._served_at: float | None = None
 
     def let_go(self) -> None:
-        """Training goes on while the publication does: what is known by now is a row that lacks its times."""
+        """Training goes on while the publication does. What isn't known of it yet is NaN in the row."""
         self.time.stop()
         self.held.stop()
+        self.metrics |= {"publish_s": self.held.seconds, "publish_drain_wait_s": math.nan}
+        self.metrics |= dict.fromkeys(publication_metrics(None), math.nan)
         self._add_rates()
 
     def hold_up(self) -> None:
@@ -99,6 +104,7 @@ class StepRow:
         self.metrics |= {"publish_s": max(0.0, self.held.seconds - drain_s), "publish_drain_wait_s": drain_s}
         self.metrics |= publication_metrics(publication)
         self._add_rates()
+        self.completed.set()
 
     def _waited_for_drain_s(self, publication: PublicationResult) -> float:
         """How much of the draining training waited for: all, or beside training what was left of it by then."""

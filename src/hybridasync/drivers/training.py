@@ -54,7 +54,8 @@ class LoopParts:
 class Step:
     """What one step did, for whoever drives the run.
 
-    Where its publication goes on beside the next step, `publication` is None, and `metrics` gets its times at its end.
+    Where its publication goes on beside the next step, `publication` is None, and its times in `metrics` are NaN until
+    they are known.
     """
 
     step: int
@@ -75,9 +76,7 @@ class TrainingLoop:
         self._evaluated.set()
         self._compared = anyio.Event()  # an evaluation has no more need of the trainer's present weights
         self._compared.set()
-        self._published_beside = anyio.Event()  # no publication goes on beside training
-        self._published_beside.set()
-        self._row: StepRow | None = None  # the one that such a publication will complete
+        self._beside: StepRow | None = None  # the row of the last publication beside training
         self._owes_evaluation = False
         self._ended = False  # before the last step, because the data is
         self._published = -1  # version that engines serve
@@ -125,8 +124,8 @@ class TrainingLoop:
         row.metrics |= await self._train(step, groups)
         if self._pace is not None:
             self._pace.worked(row.time.seconds - row.saving_s)
-        await self.settle(row)
         self.step = self.version = step + 1
+        await self.settle(row)
         row.metrics |= {"weight_version": float(self.version), "in_flight": float(self._parts.fleet.in_flight)}
         publication = await self._after(step, row)
         # After its row: a run that is killed in between and resumed there would lack the row for ever.
@@ -152,24 +151,40 @@ class TrainingLoop:
             held.stop()
 
     async def _publish(
-        self, version: int, step: int | None, *, held: Stopwatch, **moments: Callable[[], Any] | None
+        self,
+        version: int,
+        step: int | None,
+        *,
+        held: Stopwatch,
+        then: Callable[[PublicationResult | None], None] | None = None,
+        **moments: Callable[[], Any] | None,
     ) -> PublicationResult | None:
-        """`held` measures how long training is held up; `moments` as of `Publisher.publish`."""
+        """`held` measures how long training is held up; `then` is called once it is known how it goes on from here."""
         path, cost_s = self._parts.snapshots.path(version), None
+
+        def outcome(result: PublicationResult | None) -> None:
+            if result is not None:
+                self._published = version
+                self.publications += 1
+            if then is not None and (result is not None or self._goes_on_without()):
+                then(result)
+
         try:
-            result = await self._parts.publisher.publish(version, path, step=step, **moments)
+            result = await self._parts.publisher.publish(version, path, step=step, outcome=outcome, **moments)
             cost_s = None if step is None else held.seconds
-            self._published = version
         except PublicationFailed as error:
-            if not self._parts.fleet.verified and not (self._config.engine.use_fault_tolerance and self.publications):
+            if not self._goes_on_without():
                 raise
             self._parts.sink.event("publication_skipped", level="warning", version=version, cause=str(error))
             return None
         finally:
             self._parts.snapshots.drop_all_but(newest=2)
             self._choose_interval(version, cost_s)
-        self.publications += 1
         return result
+
+    def _goes_on_without(self) -> bool:
+        """Whether training goes on after a publication that no engine took (R66, R109)."""
+        return bool(self._parts.fleet.verified) or (self._config.engine.use_fault_tolerance and self.publications > 0)
 
     async def evaluate(self) -> EvalResult | None:
         """Evaluate now, and wait for the result."""
@@ -185,7 +200,7 @@ class TrainingLoop:
         return result
 
     def state(self) -> dict[str, Any]:
-        if not self._published_beside.is_set():
+        if self._beside and not self._beside.over.is_set():
             raise LocalProtocolError("a publication goes on beside training: what it comes to isn't known yet")
         return {
             "step": self.step,
@@ -272,49 +287,64 @@ class TrainingLoop:
     async def _publish_beside(self, row: StepRow) -> None:
         """Returns once the weights are exported; errors from then on end the run's task group."""
         await self._evaluation_over()
-        self._published_beside, self._row = anyio.Event(), row
+        self._beside = row
         row.held.start()
-        await self._background.start(self._publish_in_background, row)
+        try:
+            await self._background.start(self._publish_in_background, row)
+        except BaseException:  # the weights weren't exported, and nothing goes on
+            row.over.set()
+            raise
 
     async def _publish_in_background(self, row: StepRow, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        version, over = row.step + 1, self._published_beside
-
         def exported() -> None:
+            row.metrics |= self._figures(use=True)
             row.let_go()
             task_status.started()
 
-        def serving() -> None:
+        def then(publication: PublicationResult | None) -> None:
             row.served()
             self._parts.rollout.finish(row.step)
+            self._complete(row, publication)
 
-        result = await self._publish(version, row.step, held=row.held, exported=exported, serving=serving)
-        if result is None:
-            serving()
-        self._complete(row, result)
+        try:
+            result = await self._publish(row.step + 1, row.step, held=row.held, then=then, exported=exported)
+            if not row.completed.is_set():  # an engine came back only after the outcome was known
+                then(result)
+        except BaseException:
+            if not row.completed.is_set():
+                self._complete(row, None)
+            raise
         # Not in a `finally`: after an error training must not go on until the task group is cancelled.
-        over.set()
+        row.over.set()
 
     async def settle(self, own: StepRow | None = None) -> None:
         """Wait for the publication beside training. The wait counts for its step, not for the `own` one (R122)."""
-        if self._published_beside.is_set() or self._row is None:
+        row = self._beside
+        if row is None or row.over.is_set():
             return
-        if own is not None:
-            own.time.stop()
-        self._row.hold_up()
-        await self._published_beside.wait()
-        if own is not None:
-            own.time.start()
+        if not row.completed.is_set():
+            if own is not None:
+                own.time.stop()
+            row.hold_up()
+            await row.completed.wait()
+            if own is not None:
+                own.time.start()
+        await row.over.wait()
 
     def _complete(self, row: StepRow, publication: PublicationResult | None) -> None:
         """All of a step is known, its publication included."""
+        row.metrics |= self._figures(use="engine_idle_s" not in row.metrics)
         row.complete(publication)
-        row.metrics |= {
-            "engine_idle_s": self._parts.fleet.take_idle_s(),
-            "publications": float(self.publications),
-            "publish_interval": float(self._pace.interval if self._pace else self._schedule.update_weights_interval),
-        } | dict(self._parts.resources())
         self._parts.sink.step(row.step, row.metrics)
         self.latest = row.metrics
+
+    def _figures(self, *, use: bool) -> dict[str, float]:
+        """`use`: that of the machine as well, which counts from the last time it was asked for."""
+        interval = self._pace.interval if self._pace else self._schedule.update_weights_interval
+        figures = {"publications": float(self.publications), "publish_interval": float(interval)}
+        if use:
+            figures |= {"engine_idle_s": self._parts.fleet.take_idle_s(), **self._parts.resources()}
+        return figures
 
     async def _end_early(self, cause: str) -> None:
         """The data ended before the last step: what was trained is published, evaluated and saved all the same."""

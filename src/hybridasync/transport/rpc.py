@@ -212,9 +212,10 @@ class RpcTrainer:
         return written
 
     async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
-        """R105a. A call that was given up and still runs is told so first: it may wait for an engine that has gone."""
+        """R105a. A call that was given up and still runs has `decide_s` to end; a training step takes what it takes."""
         async with self._group:
-            await self._finish_abandoned(within_s=self._patience.decide_s)
+            training = self._current is not None and self._current.step is not None
+            await self._finish_abandoned(within_s=None if training else self._patience.decide_s)
             self._refuse_if_unusable(None)
             broadcast = self._send("decide", (epoch, version, commit), self._patience.decide_s)
             await self._settle(broadcast)
@@ -302,14 +303,12 @@ class RpcTrainer:
         self._current = None
 
     async def _finish_abandoned(self, *, within_s: float | None = None) -> None:
-        """`within_s`: the workers are told that nobody waits for it, and taken for lost if that doesn't end it."""
+        """`within_s`: the workers are taken for lost if it hasn't ended by then."""
         abandoned = self._current
         if abandoned is None:
             return
         if within_s is not None:
             abandoned.deadline = min(abandoned.deadline, self._loop.time() + within_s)
-            for rank in abandoned.waiting:
-                self._remote(rank, rpc_endpoint.give_up, abandoned.seq, done=_ignore)
         await self._settle(abandoned)
         if within_s is not None:
             self._tear_down(abandoned)

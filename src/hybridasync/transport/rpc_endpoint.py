@@ -228,8 +228,6 @@ class Endpoint:
         self._early: dict[int, _Call] = {}  # arrived before one with a lower number
         self._due: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._busy: tuple[str, float] | None = None
-        self._running = -1  # the number of the call that is carried out, or was last
-        self._given_up = -1
         self._dismissed = False
 
     def submit(self, seq: int, name: str, payload: bytes) -> torch.futures.Future[Envelope]:
@@ -250,21 +248,12 @@ class Endpoint:
         """Carry out calls in the calling thread until one named SHUTDOWN, which is carried out too if it is there."""
         while True:
             call = self._due.get()
-            self._running = call.seq
             self._busy = (call.name, time.monotonic())
             self._dismissed = call.name == SHUTDOWN
             call.answer.set_result(self._run(call, operations))
             self._busy = None
             if self._dismissed:
                 return
-
-    def give_up(self, seq: int) -> None:
-        """The controller doesn't wait for call `seq` any more. On any thread: it only files the fact."""
-        self._given_up = seq
-
-    def given_up(self) -> bool:
-        """Whether the call that is being carried out is one that nobody waits for. For operations that may hang."""
-        return self._given_up == self._running
 
     def end_with_controller(self) -> None:
         """Guard: end this process as soon as the connection to the controller breaks. After `initialise`."""
@@ -320,11 +309,6 @@ def _endpoint() -> Endpoint:
 def call(seq: int, name: str, payload: bytes) -> torch.futures.Future[Envelope]:
     """Remote: file an operation under its sequence number."""
     return _endpoint().submit(seq, name, payload)
-
-
-def give_up(seq: int) -> None:
-    """Remote: the controller doesn't wait for this call any more. An operation that can be broken off looks for it."""
-    _endpoint().give_up(seq)
 
 
 def ping(silence_s: float) -> dict[str, object]:
