@@ -179,8 +179,10 @@ class Comparison:
             self.full.append(await self._stage(snapshot))
             shutil.rmtree(path)
         path = self._folder / f"v{version}"
-        snapshot = self._worker.export_weights(version, str(path))
+        taken = self._worker.export_weights(version, str(path))
+        snapshot = self._worker.write_weights(version, str(path))
         row = await self._stage(snapshot)
+        row["export_s"] += taken.prepare_s
         started = time.perf_counter()
         await self._server.update_weights(snapshot)
         row["switch_s"] = time.perf_counter() - started

@@ -126,10 +126,15 @@ class Trainer(Protocol):
         ...
 
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
-        """Write the weights as a Hugging Face directory, complete or not at all.
+        """Take the weights, to be written as a Hugging Face directory at `path`, complete or not at all.
 
-        With `publication.delta` only what changed since the last version that engines took, where that is smaller.
+        The snapshot may still be `pending`: then `write_weights` writes it, and training may go on meanwhile. With
+        `publication.delta` only what changed since the last version that engines took, where that is smaller.
         """
+        ...
+
+    async def write_weights(self, version: int, path: str) -> WeightSnapshot:
+        """Write what was taken last. Beside other calls, which it neither waits for nor holds up. CheckpointError."""
         ...
 
     async def export_published(self, version: int, path: str) -> int:

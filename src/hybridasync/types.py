@@ -162,6 +162,7 @@ class WeightSnapshot:
     prepare_s: float
     full_bytes: int = 0  # what a complete set takes; 0: as `bytes`
     base_version: int | None = None  # the files hold only what differs from this version; None: they are complete
+    pending: bool = False  # taken from the trainer; what else is known of it, files included, `write_weights` makes
 
 
 @dataclass(frozen=True, slots=True)

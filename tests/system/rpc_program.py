@@ -97,6 +97,8 @@ class StubWorker:
     def decide(self, epoch: int, version: int, commit: bool) -> tuple[int, int, bool]:
         return epoch, version, commit
 
+    def do_nothing(self, *_: object) -> None: ...
+
     def do_thread(self) -> tuple[bool, str, str]:
         main_thread = threading.current_thread() is threading.main_thread()
         return main_thread, os.environ["RANK"], os.environ["WORLD_SIZE"]

@@ -207,6 +207,38 @@ async def test_r105a_a_training_step_that_was_given_up_may_end_before_a_decision
         with anyio.move_on_after(0.3):
             await trainer.call("train_step", "count", 2.0, step=1)
         await trainer.decide(0, version=1, commit=True)
+        assert await trainer.call("train_step", "count") == 2
+
+
+async def test_an_operation_beside_a_call_waits_for_nothing(tmp_path: Path) -> None:
+    """The main threads are in a step: the lowest rank answers at once, on another thread, and an error is just that."""
+    async with connected(tmp_path) as trainer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer.call, "train_step", "count", 3.0)
+            await anyio.sleep(0.3)
+            with anyio.fail_after(2):
+                assert await trainer.call_beside("write_weights", "thread") == (False, "0", "2")
+                with pytest.raises(CheckpointError):
+                    await trainer.call_beside("write_weights", "raise", "checkpoint")
+        assert await trainer.call("train_step", "count") == 2
+
+
+async def test_an_export_waits_for_files_that_were_given_up_and_are_still_written(tmp_path: Path) -> None:
+    """Whoever cancels the writing leaves it running: the weights that it writes aren't replaced meanwhile."""
+    async with connected(tmp_path) as trainer:
+        started = time.monotonic()
+        with anyio.move_on_after(0.3):
+            await trainer.call_beside("write_weights", "later", 2.0, "nothing")
+        await trainer.export_weights("nothing", "")
+        assert time.monotonic() - started > 1.9
+
+
+async def test_c34_a_worker_that_dies_while_it_writes_is_named(tmp_path: Path) -> None:
+    """SIGKILL beside a call: WorkerLost with its rank, at once."""
+    async with connected(tmp_path) as trainer:
+        with anyio.fail_after(10), pytest.raises(WorkerLost) as caught:
+            await trainer.call_beside("write_weights", "end", 1, -signal.SIGKILL)
+        assert caught.value.rank == 1
 
 
 async def test_loss_is_noticed_without_a_call(tmp_path: Path) -> None:

@@ -104,13 +104,22 @@ def check_layout(tp: int, pp: int, work: Path) -> None:
     say(f"layout tp={tp} pp={pp}")
 
 
+def taken_and_written(bundle: model.ModelBundle, version: int, path: Path, published: PublishedCopy) -> WeightSnapshot:
+    """The first rank writes what it holds of all of them; told to every rank."""
+    assert export.export_snapshot(bundle.gpt, version, path, published=published).pending
+    written: list[Any] = [export.write_taken(published, version, path) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(written, src=0)
+    snapshot: WeightSnapshot = written[0]
+    return snapshot
+
+
 def check_delta(bundle: model.ModelBundle, whole: WeightSnapshot, path: Path) -> None:
     """What changed is gathered from all ranks and adds up to what a whole export says, on every rank."""
-    published = PublishedCopy()
-    first = export.export_snapshot(bundle.gpt, 1, path / "whole", published=published)
+    published = PublishedCopy(compared=True)
+    first = taken_and_written(bundle, 1, path / "whole", published)
     assert first.checksums == whole.checksums and first.base_version is None
     published.decided(1, commit=True)
-    same = export.export_snapshot(bundle.gpt, 2, path / "same", published=published)
+    same = taken_and_written(bundle, 2, path / "same", published)
     assert (same.base_version, same.bytes, same.checksums) == (1, 0, whole.checksums)
     assert export.export_published(bundle.gpt, published, 2, path=path / "again") == first.bytes
 

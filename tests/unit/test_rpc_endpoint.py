@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from hybridasync.errors import CheckpointError, ConfigError
-from hybridasync.transport.rpc import to_error
-from hybridasync.transport.rpc_endpoint import SHUTDOWN, Endpoint, failure
+from hybridasync.transport.rpc_endpoint import SHUTDOWN, Endpoint, failure, to_error
 
 
 def test_calls_run_in_the_order_of_their_numbers() -> None:

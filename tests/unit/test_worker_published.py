@@ -37,13 +37,15 @@ class Trainer:
         hf_mapping.load_hf(bundle.gpt, path)
         self.gpt = bundle.gpt
         self.folder = folder
-        self.published = PublishedCopy()
+        self.published = PublishedCopy(compared=True)
         self.store = WeightStore(ModelConfig.from_directory(path), device=torch.device("cpu"), dtype=torch.bfloat16)
         self.engine: Weights | None = None
 
     def export(self, version: int, *, commit: bool | None = True) -> WeightSnapshot:
         path = self.folder / f"v{version}"
-        snapshot = export.export_snapshot(self.gpt, version, path, dtype=torch.bfloat16, published=self.published)
+        taken = export.export_snapshot(self.gpt, version, path, dtype=torch.bfloat16, published=self.published)
+        assert taken.pending and not path.exists()
+        snapshot = export.write_taken(self.published, version, path)
         if commit is not None:
             self.published.decided(version, commit=commit)
         return snapshot

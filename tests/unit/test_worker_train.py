@@ -358,7 +358,8 @@ def test_the_worker_describes_itself_and_exports(models: dict[str, Path], tmp_pa
     with pytest.raises(LocalProtocolError):
         Worker(config).train_step(policy_batch([]))
     with working(config) as worker:
-        snapshot = worker.export_weights(3, str(tmp_path / "v3"))
+        assert worker.export_weights(3, str(tmp_path / "v3")).pending
+        snapshot = worker.write_weights(3, str(tmp_path / "v3"))
         assert (snapshot.version, len(snapshot.checksums) > 0) == (3, True)
         assert worker.memory()["rss_peak_mib"] >= 1
         with pytest.raises(LocalProtocolError, match="no phase 'pre'"):

@@ -102,6 +102,9 @@ class FreeTransfer:
         await anyio.lowlevel.checkpoint()
         return WeightSnapshot(version, path, CHECKSUMS, 8, 0.0)
 
+    async def written(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        return snapshot
+
     async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None: ...
 
     async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
@@ -130,6 +133,9 @@ class FreeTrainer:
 
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
         return WeightSnapshot(version, path, CHECKSUMS, 8, 0.0)
+
+    async def write_weights(self, version: int, path: str) -> WeightSnapshot:
+        return await self.export_weights(version, path)
 
     async def export_published(self, version: int, path: str) -> int:
         return 8

@@ -1,9 +1,9 @@
 """The publication saga: pause, swap, verify, resume. Each pause that may have happened is followed by a resume.
 
-    export, stage ─▶ hold gate ─▶ incur debts ─▶ pause all ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit or not
-                                                                                           └─▶ [always] workers: decide
+    export, write, stage ─▶ hold gate ─▶ incur debts ─▶ pause all ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit
+                                                                                                  └─▶ workers: decide
 
-What can be done while the engines generate (export, stage) is done before the pause; `transfer.py` has how. With
+What can be done while the engines generate (export, write, stage) is done before the pause; `transfer.py` has how. With
 `publication.blocking` nothing is: pause all ─▶ export ─▶ load ─▶ verify, as systems do that this one is compared with.
 """
 
@@ -132,8 +132,10 @@ class Publisher:
         async with self._lock:
             snapshot = None if self._settings.blocking else await self._parts.transfer.export(version, path)
             try:
-                if snapshot is not None and exported is not None:
-                    exported()
+                if snapshot is not None:
+                    if exported is not None:
+                        exported()
+                    snapshot = await self._parts.transfer.written(snapshot)
                 result = await self._bring_to_all(order, snapshot)
             except PublicationFailed as error:
                 result = error
@@ -179,7 +181,8 @@ class Publisher:
 
     async def _export_late(self, order: _Order, saga: _Saga) -> WeightSnapshot:
         begun = anyio.current_time()
-        self._latest = await self._parts.transfer.export(order.version, order.path)
+        taken = await self._parts.transfer.export(order.version, order.path)
+        self._latest = await self._parts.transfer.written(taken)
         saga.late_export_s = anyio.current_time() - begun
         return self._latest
 

@@ -20,7 +20,14 @@ class Transfer(Protocol):
     """One way of bringing weights to engines. Whatever it does, the saga verifies version and checksums afterwards."""
 
     async def export(self, version: int, path: str) -> WeightSnapshot:
-        """Take the trainer's weights as `version`, by way of the folder `path` where files are needed."""
+        """Take the trainer's weights as `version`, by way of the folder `path` where files are needed.
+
+        The trainer may then change them, and `written` completes the snapshot.
+        """
+        ...
+
+    async def written(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        """The same, with its files and checksums."""
         ...
 
     async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
@@ -40,6 +47,9 @@ class DiskTransfer:
 
     async def export(self, version: int, path: str) -> WeightSnapshot:
         return await self._trainer.export_weights(version, path)
+
+    async def written(self, snapshot: WeightSnapshot) -> WeightSnapshot:
+        return await self._trainer.write_weights(snapshot.version, snapshot.path) if snapshot.pending else snapshot
 
     async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
         """Nothing: SGLang reads and installs in one call."""

@@ -144,7 +144,7 @@ ROLLOUT_RSS_MIB = _metric(
     "rollout_rss_mib", "system", "resident memory of the engine processes on this node", unit="MiB"
 )
 TRAINER_PUBLISHED_COPY_MIB = _metric(
-    "trainer_published_copy_mib", "system", "publication.delta: copy of what was published last", unit="MiB"
+    "trainer_published_copy_mib", "system", "copy of what was published last, where memory allows for one", unit="MiB"
 )
 TRAINER_ALLOCATED_MIB = _metric(
     "trainer_allocated_mib", "system", "CUDA memory in use after the training step, largest rank", unit="MiB"

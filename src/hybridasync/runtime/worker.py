@@ -30,6 +30,7 @@ OPERATIONS = (
     "train_step",
     "logprobs",
     "export_weights",
+    "write_weights",
     "export_published",
     "clear_cache",
     "decide",

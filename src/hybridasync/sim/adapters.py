@@ -109,7 +109,8 @@ class SimTrainer:
         return await self.logprobs(samples)
 
     async def export_published(self, version: int, path: str) -> int:
-        return (await self.export_weights(version, path)).bytes
+        await self.export_weights(version, path)
+        return (await self.write_weights(version, path)).bytes
 
     async def decide(self, epoch: int, *, version: int, commit: bool) -> None:
         """Now and then an older decision arrives once more, after it."""
@@ -128,6 +129,13 @@ class SimTrainer:
         await self._work(EXPORT_S)
         if path not in self._disk.snapshots:
             self._disk.snapshots.append(path)
+        return WeightSnapshot(version, path, {}, 0, EXPORT_S, pending=True)
+
+    async def write_weights(self, version: int, path: str) -> WeightSnapshot:
+        """Beside other calls; a kill comes before it or after it."""
+        self._life.check()
+        await anyio.sleep(EXPORT_S)
+        self._life.check()
         return WeightSnapshot(version, path, checksums_of(version), 8, EXPORT_S)
 
     async def save_checkpoint(self, path: str) -> None:

@@ -28,7 +28,7 @@ from torch.distributed import rpc
 from hybridasync import errors
 from hybridasync.observability.process import log_tail
 from hybridasync.transport import rpc_endpoint
-from hybridasync.transport.rpc_endpoint import Envelope, Membership
+from hybridasync.transport.rpc_endpoint import Envelope, Membership, to_error
 from hybridasync.types import StepResult, TrainBatch, TrainerInfo, TrainSample, WeightSnapshot
 
 _JOIN_POLL_S = 0.1
@@ -110,26 +110,6 @@ async def _in_daemon_thread(function: Callable[[], None]) -> None:
     await done
 
 
-def to_error(envelope: Envelope, *, step: int | None = None) -> Exception:
-    """The error that a worker's envelope stands for; with the remote traceback as a note where nobody foresaw it."""
-    kind, message, rank = envelope["type"], envelope["message"], envelope["rank"]
-    error: Exception
-    if kind == "ConfigError":
-        return errors.ConfigError(message, setting=envelope["setting"])
-    if kind == "DivergedError":
-        return errors.DivergedError(message, step=step)
-    if kind == "CheckpointError":
-        return errors.CheckpointError(message)
-    if kind == "DataError":
-        return errors.DataError(message)
-    if kind == "LocalProtocolError":
-        error = errors.LocalProtocolError(message)
-    else:
-        error = errors.TrainerError(f"{kind} on worker rank {rank}: {message}", step=step)
-    error.add_note(f"On worker rank {rank}:\n{envelope['traceback'].rstrip()}")
-    return error
-
-
 @dataclass(slots=True)
 class _Broadcast:
     """One call to all workers, and what has come of it."""
@@ -174,6 +154,7 @@ class RpcTrainer:
         self._group = anyio.Lock()
         self._seq = 0
         self._current: _Broadcast | None = None  # in flight, possibly given up by its caller
+        self._beside: _Broadcast | None = None  # the same, of what one rank does beside those calls
         self._lost: dict[int, str] = {}  # rank → why
         self._someone_lost = anyio.Event()
         self._fence: Exception | None = None
@@ -204,7 +185,13 @@ class RpcTrainer:
         return values
 
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
+        if self._beside is not None:  # given up, and still writing what this call would replace
+            await self._settle_beside(self._beside)
         snapshot: WeightSnapshot = await self.call("export_weights", version, path)
+        return snapshot
+
+    async def write_weights(self, version: int, path: str) -> WeightSnapshot:
+        snapshot: WeightSnapshot = await self.call_beside("write_weights", version, path)
         return snapshot
 
     async def export_published(self, version: int, path: str) -> int:
@@ -282,6 +269,27 @@ class RpcTrainer:
             broadcast.step = step
             await self._settle(broadcast)
             return self._conclude(broadcast)
+
+    async def call_beside(self, name: str, *arguments: object) -> Any:
+        """Carry out an operation on the lowest rank, on a thread of RPC. For what may run beside a collective call."""
+        self._refuse_if_unusable(None)
+        rank, payload = self._ranks[0], pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)
+        broadcast = _Broadcast(-1, name, waiting={rank}, deadline=self._loop.time() + self._patience.call_s)
+        self._beside = broadcast
+
+        def done(rank: int, answer: object, error: BaseException | None) -> None:
+            if error is not None:
+                self._mark_lost(rank, _reason(error))
+            broadcast.record(rank, None if error else answer)  # type: ignore[arg-type]  # `beside` answers nothing else
+
+        self._remote(rank, rpc_endpoint.beside, name, payload, done=done)
+        await self._settle_beside(broadcast)
+        return self._conclude(broadcast)
+
+    async def _settle_beside(self, broadcast: _Broadcast) -> None:
+        with anyio.move_on_after(broadcast.deadline - self._loop.time()):
+            await broadcast.settled.wait()
+        self._beside = None
 
     # --- one call ---------------------------------------------------------------------------------------------------
 
@@ -374,6 +382,8 @@ class RpcTrainer:
         self._lost[rank] = reason
         if not self._closing:
             self._someone_lost.set()
+        if self._beside is not None:
+            self._beside.record(rank, None)
         if self._current is not None:
             self._current.record(rank, None)
             self._hurry(self._patience.after_loss_s)

@@ -205,6 +205,26 @@ def failure(error: BaseException, *, rank: int) -> Envelope:
     }
 
 
+def to_error(envelope: Envelope, *, step: int | None = None) -> Exception:
+    """The error that a worker's envelope stands for; with the remote traceback as a note where nobody foresaw it."""
+    kind, message, rank = envelope["type"], envelope["message"], envelope["rank"]
+    error: Exception
+    if kind == "ConfigError":
+        return errors.ConfigError(message, setting=envelope["setting"])
+    if kind == "DivergedError":
+        return errors.DivergedError(message, step=step)
+    if kind == "CheckpointError":
+        return errors.CheckpointError(message)
+    if kind == "DataError":
+        return errors.DataError(message)
+    if kind == "LocalProtocolError":
+        error = errors.LocalProtocolError(message)
+    else:
+        error = errors.TrainerError(f"{kind} on worker rank {rank}: {message}", step=step)
+    error.add_note(f"On worker rank {rank}:\n{envelope['traceback'].rstrip()}")
+    return error
+
+
 # --- the worker's end ----------------------------------------------------------------------------------------------
 
 Operation = Callable[..., object]
@@ -227,6 +247,7 @@ class Endpoint:
         self._next = 0
         self._early: dict[int, _Call] = {}  # arrived before one with a lower number
         self._due: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._operations: Mapping[str, Operation] = {}
         self._busy: tuple[str, float] | None = None
         self._dismissed = False
 
@@ -246,11 +267,12 @@ class Endpoint:
 
     def serve(self, operations: Mapping[str, Operation]) -> None:
         """Carry out calls in the calling thread until one named SHUTDOWN, which is carried out too if it is there."""
+        self._operations = operations
         while True:
             call = self._due.get()
             self._busy = (call.name, time.monotonic())
             self._dismissed = call.name == SHUTDOWN
-            call.answer.set_result(self._run(call, operations))
+            call.answer.set_result(self._run(call.name, call.payload))
             self._busy = None
             if self._dismissed:
                 return
@@ -276,11 +298,15 @@ class Endpoint:
             "calls": self._next,
         }
 
-    def _run(self, call: _Call, operations: Mapping[str, Operation]) -> Envelope:
+    def beside(self, name: str, payload: bytes) -> Envelope:
+        """Carry out an operation in the calling thread, whatever the main thread is busy with."""
+        return self._run(name, payload)
+
+    def _run(self, name: str, payload: bytes) -> Envelope:
         try:
-            if call.name not in operations:
-                raise errors.LocalProtocolError(f"no operation {call.name!r}; there are {', '.join(operations)}")
-            return success(operations[call.name](*pickle.loads(call.payload)), rank=self.rank)
+            if name not in self._operations:
+                raise errors.LocalProtocolError(f"no operation {name!r}; there are {', '.join(self._operations)}")
+            return success(self._operations[name](*pickle.loads(payload)), rank=self.rank)
         except BaseException as error:  # noqa: BLE001  # SystemExit too: the controller waits for an answer
             answer = failure(error, rank=self.rank)
             complain(answer["traceback"])  # into the log: the controller shows it only where it's a surprise
@@ -309,6 +335,11 @@ def _endpoint() -> Endpoint:
 def call(seq: int, name: str, payload: bytes) -> torch.futures.Future[Envelope]:
     """Remote: file an operation under its sequence number."""
     return _endpoint().submit(seq, name, payload)
+
+
+def beside(name: str, payload: bytes) -> Envelope:
+    """Remote: carry out an operation that is safe beside others at once, on a thread of RPC."""
+    return _endpoint().beside(name, payload)
 
 
 def ping(silence_s: float) -> dict[str, object]:

@@ -31,6 +31,10 @@ class Checksums:
         self._done: dict[str, list[str]] = {}
         self._open: dict[str, dict[str, torch.Tensor]] = {}
 
+    @property
+    def empty(self) -> bool:
+        return not self._done and not self._open
+
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Raises ValueError if `name` came before, or can't be divided among the engine's ranks."""
         if (self._tied and name == "lm_head.weight") or "inv_freq" in name:

@@ -1,6 +1,6 @@
 """The trainer's weights as Hugging Face directories: snapshots for the engines, whole or what changed, and the policy.
 
-Every rank calls these functions; the weights come together on the first rank, which writes them one tensor at a time.
+Every rank calls these functions but `write_taken`; the weights come together on the first rank, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from hybridasync.errors import CheckpointError
+from hybridasync.data.model_dir import parameter_count
+from hybridasync.errors import CheckpointError, LocalProtocolError
 from hybridasync.types import WeightSnapshot
 from hybridasync.weights.checksums import Checksums
 from hybridasync.weights.delta import write_delta
@@ -22,7 +23,7 @@ from hybridasync.weights.layout import EngineLayout
 from hybridasync.weights.snapshot import read_config, write_snapshot
 from hybridasync.worker.hf_mapping import iter_hf
 from hybridasync.worker.parallel import layout
-from hybridasync.worker.published import PublishedCopy
+from hybridasync.worker.published import PublishedCopy, Taken
 
 T = TypeVar("T")
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -41,46 +42,57 @@ def export_snapshot(
     """Write the weights of `gpt` as version `version` to `path`, complete or not at all; the same answer on every rank.
 
     `dtype` is the type that the engines hold (default the trainer's) and `engines` how they hold it, so that the
-    checksums are of the bytes they will have. Only `config.json` and the weights are written; with `published`, which
-    then holds this version, only what differs from what it held, where that is smaller. Raises CheckpointError on every
-    rank.
+    checksums are of the bytes they will have. Only `config.json` and the weights are written. With `published`, where
+    memory allows, they are only copied to it, and the answer is `pending`: `write_taken` writes them. Raises
+    CheckpointError on every rank.
     """
     started = time.perf_counter()
-    engines = engines or EngineLayout()
+    held = dtype or next(gpt.parameters()).dtype
+    sums = Checksums(tie_word_embeddings=gpt.hf.tied_embeddings, layout=engines)
+    on_gpu = engines is not None and engines.cuda
 
     def write(tensors: Named) -> WeightSnapshot:
-        sums = Checksums(tie_word_embeddings=gpt.hf.tied_embeddings, layout=engines)
-        held = dtype or next(gpt.parameters()).dtype
         # SHA-256 and the file need the bytes on the CPU, once; the other hash is far faster where they are.
-        cast = _observed(_cast(tensors, held, device=None if engines.cuda else "cpu"), sums.add)
-        if published is None:
-            # Not durable: after a crash snapshots are dropped and written anew.
-            size, base = write_snapshot(path, cast, _config_of(gpt, held), durable=False), None
-            full = size
+        cast = _observed(_cast(tensors, held, device=None if on_gpu else "cpu"), sums.add)
+        # Not durable: after a crash snapshots are dropped and written anew.
+        size = write_snapshot(path, cast, _config_of(gpt, held), durable=False)
+        return WeightSnapshot(version, str(path), sums.result(), size, time.perf_counter() - started, size)
+
+    def take(tensors: Named) -> WeightSnapshot:
+        if published is None or not published.fits(parameter_count(gpt.hf) * held.itemsize):
+            return write(tensors)
+        replacement = published.replace(version, held)
+        for name, tensor in _observed(_cast(tensors, held, device=None), sums.add) if on_gpu else tensors:
+            replacement.take(name, tensor)
+        published.taken = Taken(replacement, _config_of(gpt, held), held, sums=sums)
+        return WeightSnapshot(version, str(path), {}, 0, time.perf_counter() - started, pending=True)
+
+    return _on_first_rank(lambda: iter_hf(gpt), f"weights of version {version} can't be written to {path}", take)
+
+
+def write_taken(published: PublishedCopy, version: int, path: str | Path) -> WeightSnapshot:
+    """Write version `version`, which `export_snapshot` took last, to `path`: what differs from its base, or everything.
+
+    On the first rank alone, in any thread: nobody changes the copy before this is over. Raises CheckpointError.
+    """
+    taken, started = published.taken, time.perf_counter()
+    published.taken = None
+    if taken is None or taken.replacement.version != version:
+        raise LocalProtocolError(f"version {version} wasn't taken, or is written already")
+    base, changes = taken.replacement.base, taken.replacement.changes
+    try:
+        for name, tensor in published.tensors() if taken.sums.empty else ():
+            taken.sums.add(name, tensor)
+        if base is not None and changes is not None:
+            size = write_delta(path, changes, version=version, base_version=base, dtype=taken.dtype)
         else:
-            size, full, base = _write_published(cast, published, version, path=path, config=_config_of(gpt, held))
-        took_s = time.perf_counter() - started
-        return WeightSnapshot(version, str(path), sums.result(), size, took_s, full, base)
-
-    return _on_first_rank(lambda: iter_hf(gpt), f"weights of version {version} can't be written to {path}", write)
-
-
-def _write_published(
-    tensors: Named, published: PublishedCopy, version: int, *, path: str | Path, config: dict[str, Any]
-) -> tuple[int, int, int | None]:
-    """Bytes written, bytes of complete weights, and the version that the files are a delta to (None: complete)."""
-    replacement = published.replace(version)
-    dtype = torch.float32
-    for name, tensor in tensors:
-        dtype = tensor.dtype
-        replacement.take(name, tensor.cpu())
-    base, changes, full = replacement.base, replacement.changes, published.nbytes
-    if base is not None and changes is not None:
-        size = write_delta(path, changes, version=version, base_version=base, dtype=dtype)
-    else:
-        base, size = None, write_snapshot(path, published.tensors(), config, durable=False)
-    replacement.finish()
-    return size, full, base
+            # Not durable: after a crash snapshots are dropped and written anew.
+            base, size = None, write_snapshot(path, published.tensors(), taken.config, durable=False)
+        sums = taken.sums.result()
+    except (OSError, SafetensorError, ValueError) as error:  # SnapshotError is a ValueError, too
+        raise CheckpointError(f"weights of version {version} can't be written to {path}: {error}") from error
+    taken.replacement.finish()
+    return WeightSnapshot(version, str(path), sums, size, time.perf_counter() - started, published.nbytes, base)
 
 
 def export_published(gpt: Any, published: PublishedCopy, version: int, *, path: str | Path) -> int:

@@ -51,7 +51,7 @@ class Worker:
         self._phase: TrainingPhase | None = None
         self._phase_name = ""
         self._decisions = Decisions()
-        self._published = PublishedCopy() if config.publication.delta else None
+        self._published = PublishedCopy(compared=config.publication.delta)
 
     def setup(self) -> TrainerInfo:
         """Build the model, load the initial weights, and the reference model where the loss needs one.
@@ -115,7 +115,7 @@ class Worker:
         return self._ready().runner.logprobs(samples)
 
     def export_weights(self, version: int, path: str) -> WeightSnapshot:
-        """Write the weights for the engines, in the type that they hold. Raises CheckpointError."""
+        """Take the weights for the engines, in the type that they hold. Raises CheckpointError."""
         held, gpt = self._config.engine.dtype, self._ready().bundle.gpt
         engines = engine_layout(self._config.engine, kv_heads=gpt.hf.num_kv_heads, gpu_here=torch.cuda.is_available())
         snapshot = export.export_snapshot(
@@ -125,10 +125,12 @@ class Worker:
             self.clear_cache()
         return snapshot
 
+    def write_weights(self, version: int, path: str) -> WeightSnapshot:
+        """Write what `export_weights` took. On the first rank alone, in any thread. Raises CheckpointError."""
+        return export.write_taken(self._published, version, path)
+
     def export_published(self, version: int, path: str) -> int:
-        """Write the version exported last in full. Raises CheckpointError."""
-        if self._published is None:
-            raise LocalProtocolError("what was published is kept only with publication.delta")
+        """With publication.delta: write the version exported last in full. Raises CheckpointError."""
         return export.export_published(self._ready().bundle.gpt, self._published, version, path=path)
 
     def clear_cache(self) -> None:
@@ -141,8 +143,7 @@ class Worker:
         Raises LocalProtocolError for an epoch that isn't newer than the last one.
         """
         self._decisions.take(epoch, version, commit=commit)
-        if self._published is not None:
-            self._published.decided(version, commit=commit)
+        self._published.decided(version, commit=commit)
         if commit and self._config.algorithm.keep_old_actor:
             self._ready().runner.kept.keep(version)
 
@@ -164,14 +165,13 @@ class Worker:
         export.export_hf(self._ready().bundle.gpt, path)
 
     def memory(self) -> dict[str, float]:
-        """MiB, largest of all ranks: resident memory of the process, with `publication.delta` the copy of what was
-        published, and on CUDA the allocator's, now and at most."""
+        """MiB, largest of all ranks: resident memory of the process, the copy of what was published, and on CUDA the
+        allocator's, now and at most."""
         values = {
             "rss_mib": psutil.Process().memory_info().rss / MIB,
             "rss_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "published_copy_mib": self._published.nbytes / MIB,
         }
-        if self._published is not None:
-            values["published_copy_mib"] = self._published.nbytes / MIB
         if torch.cuda.is_available():
             values |= {
                 "allocated_mib": torch.cuda.memory_allocated() / MIB,
