@@ -32,7 +32,7 @@ import torch.distributed as dist
 from plain import print_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridasync.bench.measure import Foreign, Spread, write_results
+from hybridasync.bench.measure import Foreign, Spread, family, write_results
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
 from hybridasync.data.smollm2 import prepare
@@ -212,18 +212,19 @@ class Comparison:
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     model = model_of(options, folder)
     config = recipe(model, options)
-    foreign = Foreign([os.getpid()])
     with ExitStack() as stack:
         worker = stack.enter_context(trainer(config))
         url = stack.enter_context(engine(model, options.dtype, folder))
         async with SglangServer("engine", url, control_timeout_s=600, request_timeout_s=600) as server:
             comparison = Comparison(worker, server, folder, dtype=options.dtype)
+            foreign = Foreign(family())
             await comparison.publish(0, compare=True)
             vocabulary = worker._ready().bundle.hf.vocab_size
             for step in range(options.publications):
                 worker.train_step(batch_of(step, groups=options.groups, vocabulary=vocabulary))
                 await comparison.publish(step + 1, compare=(step + 1) % options.full_every == 0)
             await comparison.check_complete(options.publications)
+            others = foreign.share()
         copy_mib = worker.memory()["published_copy_mib"]
     full_bytes = comparison.full[0]["bytes"]
     return {
@@ -239,7 +240,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "delta": _spreads(comparison.delta),
         "full": _spreads(comparison.full),
         "published_copy_mib": copy_mib,
-        "foreign_cpu_share": foreign.share(),
+        "foreign_cpu_share": others,
     }
 
 

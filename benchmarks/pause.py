@@ -22,7 +22,7 @@ import torch
 from plain import print_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridasync.bench.measure import Foreign, Spread, write_results
+from hybridasync.bench.measure import Foreign, Spread, family, write_results
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import replace, resolve
 from hybridasync.drivers.fleet import Engine, Fleet
@@ -123,11 +123,12 @@ async def measure(name: str, count: int) -> dict[str, Any]:
         folders = write_models(Path(folder), dtype, shape)
         size = sum(tensor.numel() for _, tensor in read_tensors(folders[0]))
         config = recipe(folders[0], dtype, run_dir)
-        foreign = Foreign([os.getpid()])
         async with running_engines(config, run_dir) as engines:
+            foreign = Foreign(family())
             staged = await publications(config, engines, folders, count=count)
             loading = replace(config, {"publication.staged": False})
             loaded = await publications(loading, engines, folders, count=max(1, count // 4))
+            others = foreign.share()
     return {
         "shape": name,
         "dtype": dtype,
@@ -135,7 +136,7 @@ async def measure(name: str, count: int) -> dict[str, Any]:
         "bytes": staged[0].bytes,
         "staged": {part: Spread.of(getattr(result, part) for result in staged) for part in PARTS},
         "loaded": {part: Spread.of(getattr(result, part) for result in loaded) for part in PARTS},
-        "foreign_cpu_share": foreign.share(),
+        "foreign_cpu_share": others,
     }
 
 

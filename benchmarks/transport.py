@@ -31,7 +31,7 @@ import anyio
 import httpx
 import torch
 
-from hybridasync.bench.measure import Foreign, Spread, write_results
+from hybridasync.bench.measure import Foreign, Spread, family, write_results
 from hybridasync.config.load import validate
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
@@ -88,8 +88,8 @@ def recipe(model: Path, transport: str, python: str | None) -> Config:
 
 
 @contextmanager
-def engine_process(model: Path, folder: Path, python: str | None) -> Iterator[tuple[str, int]]:
-    """URL and process id of an engine."""
+def engine_process(model: Path, folder: Path, python: str | None) -> Iterator[str]:
+    """URL of an engine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     address = ("--host", "127.0.0.1", "--port", str(port), "--max-running-requests", "8")
@@ -109,7 +109,7 @@ def engine_process(model: Path, folder: Path, python: str | None) -> Iterator[tu
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"the engine didn't start: {(folder / 'engine.log').read_text()[-1000:]}")
                 time.sleep(0.1)
-            yield url, process.pid
+            yield url
         finally:
             process.terminate()
 
@@ -205,8 +205,8 @@ def measure(name: str, shape: Shape, rounds: int, *, python: str | None) -> dict
     with tempfile.TemporaryDirectory(prefix="hybridasync-bench-", dir=memory if memory.is_dir() else None) as directory:
         folder = Path(directory)
         sets = snapshots(folder, shape)
-        with engine_process(Path(sets[0].path), folder, python) as (url, pid):
-            foreign = Foreign([os.getpid(), pid])
+        with engine_process(Path(sets[0].path), folder, python) as url:
+            foreign = Foreign(family())
             measured = anyio.run(lambda: rounds_of(url, sets, folder=folder, rounds=rounds))
             others = foreign.share()
     return {

@@ -13,6 +13,7 @@ from rich.table import Table
 from hybridasync.config.recipes import recipe_directory, shipped_recipes
 from hybridasync_cli.bench import bench
 from hybridasync_cli.resume_rollout import resume_rollout
+from hybridasync_cli.serve_rollout import serve_rollout
 from hybridasync_cli.sglang import sglang
 from hybridasync_cli.show import errors_as_lines
 from hybridasync_cli.sim import sim
@@ -33,6 +34,7 @@ _PASS_ON: dict[str, Any] = {
 
 app.command("train", cls=TrainCommand)(train)
 app.command("resume-rollout")(resume_rollout)
+app.command("serve-rollout")(serve_rollout)
 app.command("sim")(sim)
 app.add_typer(bench)
 app.add_typer(sglang)

@@ -59,6 +59,8 @@ def sim(
             raise ConfigError(f"unknown: {scenario!r}; there are {', '.join(SCENARIOS)}", setting="--scenario")
         if mutate is not None and mutate not in MUTATIONS:
             raise ConfigError(f"unknown: {mutate!r}; see --list-mutations", setting="--mutate")
+        if exhaustive and (seeds != 1 or seed or scenario):
+            raise ConfigError("it plays no seeds: leave --seeds, --seed and --scenario out", setting="--exhaustive")
         if not exhaustive:
             _need_trio()
     workers = jobs or len(os.sched_getaffinity(0))

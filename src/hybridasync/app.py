@@ -221,7 +221,8 @@ class Run:
             assembly = _Assembly(inputs, trainer, info, store, snapshots, transfer)
             if not self.config.run.debug_train_only:
                 self.progress.waiting_for("engines to come up")
-                fleet = Fleet(await engines.get())
+                apart = self.config.eval.eval_engines
+                fleet = Fleet(await engines.get(), for_evaluation=0 if apart == "shared" else apart)
                 await trainer.start_phase("rl", inputs.sizing.num_rollout)
                 assembly.loop = self._build_loop(assembly, fleet, work)
                 if found is None and (first := self.config.rollout.start_rollout_id):

@@ -238,11 +238,13 @@ def completion(tokens: int, *, version: int = 0, finish: str = "stop", engine: s
     return Completion(tuple(range(10, 10 + tokens)), (-0.5,) * tokens, spans, finish, engine)  # type: ignore[arg-type]
 
 
-def make_fleet(world: World, count: int = 2) -> tuple[Fleet, list[FakeServer], list[FakeSidecar]]:
+def make_fleet(
+    world: World, count: int = 2, *, for_evaluation: int = 0
+) -> tuple[Fleet, list[FakeServer], list[FakeSidecar]]:
     servers = [FakeServer(f"engine-{i}", world) for i in range(count)]
     sidecars = [FakeSidecar(f"engine-{i}", world) for i in range(count)]
     return (
-        Fleet([Engine(server, sidecar) for server, sidecar in zip(servers, sidecars, strict=True)]),
+        Fleet([Engine(*pair) for pair in zip(servers, sidecars, strict=True)], for_evaluation=for_evaluation),
         servers,
         sidecars,
     )

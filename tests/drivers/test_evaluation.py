@@ -115,3 +115,29 @@ async def test_r53_a_failed_evaluation_is_logged_and_training_goes_on(failure: d
     bench = Bench(**failure)
     await bench.in_background()
     assert bench.sink.names() == ["evaluation_failed"] and bench.sink.evaluations == []
+
+
+async def test_u9_engines_set_apart_answer_evaluation_alone() -> None:
+    """U9: two of three do the rollout, whatever their load; the third one evaluates; who is left does both."""
+    fleet, servers, _ = make_fleet(World(), 3, for_evaluation=1)
+    for engine in fleet.engines:
+        engine.state.verified(0)
+    params = SamplingParams(4, 1.0)
+
+    async def ask(count: int, *, gated: bool) -> list[int]:
+        """How many requests each engine got."""
+        before = [len(server.requests) for server in servers]
+        async with anyio.create_task_group() as tasks:
+            for index in range(count):
+                tasks.start_soon(partial(fleet.generate, f"r{index}", (1, 2), params, gated=gated))
+        return [len(server.requests) - was for server, was in zip(servers, before, strict=True)]
+
+    assert await ask(4, gated=True) == [2, 2, 0]
+    with fleet.held():
+        assert await ask(3, gated=False) == [0, 0, 3]
+    fleet.quarantine(fleet.engines[2], "gone")
+    assert sum((await ask(4, gated=False))[:2]) == 4
+    fleet.readmit(fleet.engines[2], 0)
+    for engine in fleet.engines[:2]:
+        fleet.quarantine(engine, "gone")
+    assert await ask(4, gated=True) == [0, 0, 4]

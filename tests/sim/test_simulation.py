@@ -48,6 +48,8 @@ def test_the_command_prints_the_seed_and_exits_1() -> None:
     wrong = runner.invoke(app, ["sim", "--seeds", "8", "--mutate", "journal_forgotten"])
     assert wrong.exit_code == 1 and "hybridasync sim --seed " in " ".join(wrong.output.split())
     assert "resume_unshielded" in runner.invoke(app, ["sim", "--list-mutations"]).output
+    refused = runner.invoke(app, ["sim", "--exhaustive", "--seeds", "5"])
+    assert refused.exit_code == 2 and "it plays no seeds" in refused.output
     assert runner.invoke(app, ["sim", "--scenario", "nonsense"]).exit_code == 2
 
 

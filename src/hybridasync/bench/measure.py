@@ -15,6 +15,7 @@ import psutil
 
 from hybridasync.bench.manifest import machine, packages, source
 from hybridasync.observability.jsonl import replace_atomically
+from hybridasync.observability.process import descendants
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process, all its threads."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
+
+
+def family() -> list[int]:
+    """This process and all that it has started and that live: what a benchmark may take of a machine by itself."""
+    return [os.getpid(), *(process.pid for process in descendants(os.getpid()))]
 
 
 class Foreign:

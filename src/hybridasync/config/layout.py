@@ -65,6 +65,12 @@ def enough_engines(config: Config) -> Iterator[Finding]:
         yield Refuse(
             "engine.min_healthy_engines", f"{engine.min_healthy_engines} is more than there are ({engine.num_engines})"
         )
+    apart = config.eval.eval_engines
+    if apart != "shared" and apart >= engine.num_engines:
+        yield Refuse(
+            "eval.eval_engines",
+            f"{apart} of {engine.num_engines} would leave none for the rollout: more engine.num_engines, or shared",
+        )
 
 
 def engine_devices(config: Config) -> Iterator[Finding]:

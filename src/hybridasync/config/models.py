@@ -303,6 +303,10 @@ class EvalSection(Section):
     logprob_check_samples: NonNegative = Field(
         default=32, description="samples whose log-probs the trainer recomputes at each evaluation; 0 = off"
     )
+    eval_engines: Positive | Literal["shared"] = Field(
+        default="shared",
+        description="engines set apart for evaluation, the last so many; shared = all do both, evaluation first",
+    )
 
 
 class EngineSection(Section):

@@ -38,8 +38,11 @@ class Engine:
 class Fleet:
     """Owner of every engine's routing state."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], *, for_evaluation: int = 0) -> None:
+        """`for_evaluation`: so many, the last ones, are set apart for it; 0: all are shared (U9)."""
         self.engines = tuple(engines)
+        self._for_rollout = self.engines[: len(engines) - for_evaluation]
+        self._for_evaluation = self.engines[len(engines) - for_evaluation :] or self.engines
         self.changed = Changed()
         self.suspicion = Changed()
         self.watched = False  # whether a health monitor will clear suspects
@@ -135,11 +138,19 @@ class Fleet:
 
     async def _admitted(self, gated: bool) -> Engine:
         while True:
-            state = None if gated and self._held else choose(engine.state for engine in self.engines)
-            if state is not None:
-                return self._by_name[state.name]
+            engine = None if gated and self._held else self._free(self._for_rollout if gated else self._for_evaluation)
+            if engine is not None:
+                return engine
             self._maybe_idle()
             await self.changed.wait()
+
+    def _free(self, meant: Sequence[Engine]) -> Engine | None:
+        """One of those that are `meant` for it. With all of them away the others do, so that the run goes on."""
+        states = [engine.state for engine in meant]
+        if all(state.version is None for state in states):
+            states = [engine.state for engine in self.engines]
+        state = choose(states)
+        return None if state is None else self._by_name[state.name]
 
     async def _abort(self, engine: Engine, rid: str) -> None:
         # Shielded: a server notices a closed connection seconds later, and computes for nobody until then.

@@ -35,6 +35,8 @@ REVIVE_GRACE_S = 1.0
 
 POLL_S = 0.1
 
+LOOPBACK = "127.0.0.1"
+
 SEEDS = 2**32
 """SGLang's scheduler gives its seed to numpy, which refuses larger ones: so a seed of 20260802 ended every engine."""
 
@@ -66,7 +68,7 @@ async def _bring_up(config: Config, run_dir: Path, index: int, *, token: str, st
     async def start() -> str:
         nonlocal process
         if process is not None:
-            await _stop(process, grace_s=REVIVE_GRACE_S)
+            await stop_sidecar(process, grace_s=REVIVE_GRACE_S)
         process, url = await _start_sidecar(config, run_dir, index, token=token, stack=stack)
         return url
 
@@ -101,35 +103,44 @@ async def _check_version(config: Config, server: SglangServer) -> None:
 async def _start_sidecar(
     config: Config, run_dir: Path, index: int, *, token: str, stack: AsyncExitStack
 ) -> tuple[Process, str]:
-    announce = run_dir / "logs" / f"sidecar-{index}.json"
-    announce.unlink(missing_ok=True)
     port = config.engine.sidecar_port + index if config.engine.sidecar_port else 0
-    command = [sys.executable, "-m", "hybridasync.sidecar", "--name", f"engine-{index}", "--port", str(port)]
-    command += ["--announce", str(announce), *_target(config, run_dir, index)]
-    log = stack.enter_context((run_dir / "logs" / f"sidecar-{index}.log").open("ab"))
-    environment = child_environment(without_torchrun(os.environ)) | {TOKEN_VARIABLE: token}
-    process = await anyio.open_process(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-    )
-    stack.push_async_callback(_stop, process)
+    announce = run_dir / "logs" / f"sidecar-{index}.json"
+    process = await open_sidecar(config, run_dir, index, token=token, port=port)
+    stack.push_async_callback(stop_sidecar, process)
     with anyio.move_on_after(SIDECAR_START_S):
         while process.returncode is None:
             if announce.is_file():
                 return process, json.loads(announce.read_text())["url"]
             await anyio.sleep(POLL_S)
-    tail = _tail(run_dir / "logs" / f"sidecar-{index}.log")
+    tail = log_end(run_dir / "logs" / f"sidecar-{index}.log")
     if process.returncode == ConfigError.exit_code:
         raise ConfigError(tail.splitlines()[-1] if tail else f"port {port} is taken", setting="engine.sidecar_port")
     raise EngineError(f"engine-{index}", "start", f"its sidecar didn't come up (exit {process.returncode}): {tail}")
 
 
-def _target(config: Config, run_dir: Path, index: int) -> list[str]:
+async def open_sidecar(
+    config: Config, folder: Path, index: int, *, token: str, port: int, host: str = LOOPBACK
+) -> Process:
+    """Start the sidecar of one engine, which listens, as its engine does, at `host`; logs are in `folder/logs`."""
+    announce = folder / "logs" / f"sidecar-{index}.json"
+    announce.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "hybridasync.sidecar", "--name", f"engine-{index}", "--host", host]
+    command += ["--port", str(port), "--announce", str(announce), *_target(config, folder, index, host=host)]
+    environment = child_environment(without_torchrun(os.environ)) | {TOKEN_VARIABLE: token}
+    with (folder / "logs" / f"sidecar-{index}.log").open("ab") as log:
+        return await anyio.open_process(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+def _target(config: Config, run_dir: Path, index: int, *, host: str) -> list[str]:
     if config.engine.kind == "attach":
         return ["--engine-url", config.engine.url[index]]
     launch = run_dir / "logs" / f"engine-{index}.launch.json"
     description = {
         "kind": config.engine.kind,
-        "command": _command(config, index),
+        "host": host,
+        "command": _command(config, index, host=host),
         "env": dict(_environment(config, index)),
         "log": str(run_dir / "logs" / f"engine-{index}.log"),
         "init_timeout_s": config.engine.rollout_engine_init_timeout,
@@ -138,11 +149,11 @@ def _target(config: Config, run_dir: Path, index: int) -> list[str]:
     return ["--launch", str(launch)]
 
 
-def _command(config: Config, index: int) -> list[str]:
+def _command(config: Config, index: int, *, host: str) -> list[str]:
     engine = config.engine
     port = str(engine.port + index) if engine.port else "{port}"
     context = ["--context-length", str(engine.context_length)] if engine.context_length else []
-    shared = ["--host", "127.0.0.1", "--port", port, "--max-running-requests", str(engine.max_running_requests)]
+    shared = ["--host", host, "--port", port, "--max-running-requests", str(engine.max_running_requests)]
     shared += ["--random-seed", str((config.seed * 1000 + index) % SEEDS), *context]
     device = device_of(config)
     if engine.kind == "sglang":
@@ -193,7 +204,8 @@ async def _ready(config: Config, sidecar: SidecarClient, process: Process | None
     raise EngineError(sidecar.name, "start", f"not ready within engine.rollout_engine_init_timeout = {limit:g} s")
 
 
-async def _stop(process: Process, *, grace_s: float = STOP_GRACE_S) -> None:
+async def stop_sidecar(process: Process, *, grace_s: float = STOP_GRACE_S) -> None:
+    """End it, and with it its engine."""
     # Shielded: whatever ended the run, no sidecar and no engine may outlive it.
     with anyio.CancelScope(shield=True):
         if process.returncode is None:
@@ -205,7 +217,8 @@ async def _stop(process: Process, *, grace_s: float = STOP_GRACE_S) -> None:
         await process.aclose()
 
 
-def _tail(path: Path, lines: int = 5) -> str:
+def log_end(path: Path, lines: int = 5) -> str:
+    """Its last lines; empty where there is none."""
     try:
         return "\n".join(path.read_text(errors="replace").strip().splitlines()[-lines:])
     except OSError:

@@ -50,6 +50,7 @@ class LaunchFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["embedded", "sglang"]
+    host: str = "127.0.0.1"  # the address at which the command listens
     command: tuple[str, ...] = Field(min_length=1)
     env: Mapping[str, str] = Field(default_factory=dict)
     log: Path
@@ -150,16 +151,17 @@ class LaunchedEngine:
     async def _start(self) -> None:
         """Raises EngineStartError."""
         fixed = self._launch.fixed_port
-        if fixed is not None and _listening(fixed):
+        host = self._launch.host
+        if fixed is not None and _listening(host, fixed):
             raise EngineStartError(f"port {fixed} of {self._name} is taken by another process")
         attempts = PORT_ATTEMPTS if fixed is None and not self._launch.chooses_its_port else 1
         for attempt in range(attempts):
-            port = fixed if fixed is not None else 0 if self._launch.chooses_its_port else _free_port()
+            port = fixed if fixed is not None else 0 if self._launch.chooses_its_port else _free_port(host)
             try:
                 await self._spawn_and_wait(port)
             except EngineStartError:
                 # Only a stranger on our port is worth another attempt.
-                if attempt + 1 == attempts or not _listening(port):
+                if attempt + 1 == attempts or not _listening(host, port):
                     raise
             else:
                 return
@@ -213,7 +215,7 @@ class LaunchedEngine:
 
     def _address(self, port: int, announce: Path) -> str | None:
         if not self._launch.chooses_its_port:
-            return f"http://127.0.0.1:{port}"
+            return f"http://{self._launch.host}:{port}"
         try:
             return str(json.loads(announce.read_text())["url"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -256,15 +258,15 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     return word
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as server:
         return int(server.getsockname()[1])
 
 
-def _listening(port: int) -> bool:
+def _listening(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((host, port)) == 0
 
 
 def _owns(pid: int, port: int) -> bool:
