@@ -32,7 +32,7 @@ import torch.distributed as dist
 from plain import print_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridasync.bench.measure import Foreign, Spread, family, write_results
+from hybridasync.bench.measure import Foreign, Spread, write_results
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
 from hybridasync.data.smollm2 import prepare
@@ -217,7 +217,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         url = stack.enter_context(engine(model, options.dtype, folder))
         async with SglangServer("engine", url, control_timeout_s=600, request_timeout_s=600) as server:
             comparison = Comparison(worker, server, folder, dtype=options.dtype)
-            foreign = Foreign(family())
+            foreign = Foreign()
             await comparison.publish(0, compare=True)
             vocabulary = worker._ready().bundle.hf.vocab_size
             for step in range(options.publications):

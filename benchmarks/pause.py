@@ -22,7 +22,7 @@ import torch
 from plain import print_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybridasync.bench.measure import Foreign, Spread, family, write_results
+from hybridasync.bench.measure import Foreign, Spread, write_results
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import replace, resolve
 from hybridasync.drivers.fleet import Engine, Fleet
@@ -124,7 +124,7 @@ async def measure(name: str, count: int) -> dict[str, Any]:
         size = sum(tensor.numel() for _, tensor in read_tensors(folders[0]))
         config = recipe(folders[0], dtype, run_dir)
         async with running_engines(config, run_dir) as engines:
-            foreign = Foreign(family())
+            foreign = Foreign()
             staged = await publications(config, engines, folders, count=count)
             loading = replace(config, {"publication.staged": False})
             loaded = await publications(loading, engines, folders, count=max(1, count // 4))

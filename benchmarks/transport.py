@@ -31,7 +31,7 @@ import anyio
 import httpx
 import torch
 
-from hybridasync.bench.measure import Foreign, Spread, family, write_results
+from hybridasync.bench.measure import Foreign, Spread, write_results
 from hybridasync.config.load import validate
 from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
@@ -206,7 +206,7 @@ def measure(name: str, shape: Shape, rounds: int, *, python: str | None) -> dict
         folder = Path(directory)
         sets = snapshots(folder, shape)
         with engine_process(Path(sets[0].path), folder, python) as url:
-            foreign = Foreign(family())
+            foreign = Foreign()
             measured = anyio.run(lambda: rounds_of(url, sets, folder=folder, rounds=rounds))
             others = foreign.share()
     return {

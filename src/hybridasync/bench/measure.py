@@ -35,15 +35,10 @@ class Spread:
         return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, all its threads."""
+def cpu_seconds(pid: int, *, ended: bool = False) -> float:
+    """User and system time of a process, all its threads; with those of its `ended` children."""
     times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
-
-
-def family() -> list[int]:
-    """This process and all that it has started and that live: what a benchmark may take of a machine by itself."""
-    return [os.getpid(), *(process.pid for process in descendants(os.getpid()))]
+    return float(times.user + times.system + (times.children_user + times.children_system if ended else 0.0))
 
 
 class Foreign:
@@ -52,8 +47,9 @@ class Foreign:
     Wall times are comparable between runs only where this is small.
     """
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._pids = tuple(pids)
+    def __init__(self, pids: Iterable[int] | None = None) -> None:
+        """`pids`: who isn't others. Default: this process and all that it starts, those included that end."""
+        self._pids = None if pids is None else tuple(pids)
         self._started, self._own, self._busy = time.monotonic(), self._own_now(), _busy_now()
 
     def share(self) -> float:
@@ -63,7 +59,10 @@ class Foreign:
         return min(1.0, max(0.0, foreign / capacity))
 
     def _own_now(self) -> float:
-        return sum(cpu_seconds(pid) for pid in self._pids)
+        if self._pids is not None:
+            return sum(cpu_seconds(pid) for pid in self._pids)
+        family = [os.getpid(), *(process.pid for process in descendants(os.getpid()))]
+        return sum(cpu_seconds(pid, ended=True) for pid in family)
 
 
 def _busy_now() -> float:
