@@ -28,6 +28,7 @@ from hybridasync.config.models import Config
 from hybridasync.config.pipeline import resolve
 from hybridasync.drivers.fleet import Engine
 from hybridasync.drivers.notify import Changed
+from hybridasync.http import answer_at_once
 from hybridasync.runtime.controller import connect
 from hybridasync.runtime.engines import running_engines
 from hybridasync.runtime.rank import leave
@@ -185,6 +186,7 @@ async def serve_stub() -> None:
     """Say the port, and serve until the process is ended."""
     config = uvicorn.Config(Stub().app(), log_level="error", lifespan="off")
     with socket.create_server(("127.0.0.1", 0), backlog=16384) as listener:
+        answer_at_once(listener)
         _say({"url": f"http://127.0.0.1:{listener.getsockname()[1]}"})
         await uvicorn.Server(config).serve(sockets=[listener])
 

@@ -27,6 +27,7 @@ from hybridasync.engine.scheduler import Limits, Scheduler
 from hybridasync.engine.service import EngineService, EngineSettings
 from hybridasync.engine.weights import WeightStore
 from hybridasync.errors import ConfigError
+from hybridasync.http import answer_at_once
 from hybridasync.observability.heap import settled_heap
 from hybridasync.observability.process import die_with_parent
 from hybridasync.weights.snapshot import read_tensors
@@ -139,6 +140,7 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise ConfigError(f"can't listen on {host}:{port}: {error}", setting="--port") from error
+    answer_at_once(listener)
     return listener
 
 

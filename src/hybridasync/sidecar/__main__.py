@@ -20,6 +20,7 @@ import uvicorn
 from anyio.abc import TaskGroup
 
 from hybridasync.errors import ConfigError, EngineError
+from hybridasync.http import answer_at_once
 from hybridasync.observability.jsonl import replace_atomically
 from hybridasync.observability.process import PARENT_PID_VARIABLE, die_with_parent
 from hybridasync.protocol.transactions import TransactionMachine
@@ -91,9 +92,11 @@ def _host(options: argparse.Namespace) -> EngineHost:
 
 def _listener(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), backlog=128)
+        listener = socket.create_server((host, port), backlog=128)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"can't listen on {host}:{port}: {error}", setting="--port") from error
+    answer_at_once(listener)
+    return listener
 
 
 async def _serve(host: EngineHost, listener: socket.socket, *, token: str, announce: Path | None) -> None:
