@@ -117,7 +117,7 @@ async def test_r53_a_failed_evaluation_is_logged_and_training_goes_on(failure: d
     assert bench.sink.names() == ["evaluation_failed"] and bench.sink.evaluations == []
 
 
-async def test_u9_engines_set_apart_answer_evaluation_alone() -> None:
+async def test_u09_engines_set_apart_answer_evaluation_alone() -> None:
     """U9: two of three do the rollout, whatever their load; the third one evaluates; who is left does both."""
     fleet, servers, _ = make_fleet(World(), 3, for_evaluation=1)
     for engine in fleet.engines:
