@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,9 @@ from hybridasync.config.recipes import recipe_name
 from hybridasync.errors import ConfigError
 from hybridasync_cli.show import errors_as_lines, say_changes, say_note
 
+OF_THE_WHOLE_JOB = ("eval.eval_engines=shared", "engine.min_healthy_engines=1")
+"""What a recipe says of all nodes' engines together, and one node can't meet."""
+
 
 def serve_rollout(
     recipe: Annotated[str, typer.Argument(help="Name or path of the recipe.", metavar="RECIPE")],
@@ -26,7 +30,7 @@ def serve_rollout(
         str, typer.Option("--host", help="This node's address, as the controller reaches it: a private one.")
     ],
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="For logs. Default: rollout/RECIPE-TIME in the working directory.")
+        Path | None, typer.Option("--folder", help="For logs. Default: rollout/RECIPE-HOST-TIME, here.")
     ] = None,
     run_dir: Annotated[
         Path | None,
@@ -48,13 +52,14 @@ def serve_rollout(
     """
     with errors_as_lines():
         from hybridasync.runtime.preflight import check_sglang
-        from hybridasync.runtime.serve_rollout import check, serve
+        from hybridasync.runtime.serve_rollout import address, check, serve
         from hybridasync.runtime.token import TOKEN_VARIABLE
 
-        resolved = resolve(load(recipe, set_ or ()))
+        resolved = resolve(load(recipe, [*(set_ or ()), *OF_THE_WHOLE_JOB]))
         say_changes(resolved)
         config = with_prepared(resolved.config, run_dir) if run_dir else resolved.config
         check(config)
+        where = address(host, public=config.network.allow_public_address)
         check_sglang(config)
         if not Path(config.model.hf_checkpoint).is_dir():
             raise ConfigError(
@@ -64,6 +69,11 @@ def serve_rollout(
         token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not token:
             raise ConfigError("set it to a secret, the same one here and for the controller", setting=TOKEN_VARIABLE)
-        place = folder or Path("rollout") / f"{recipe_name(recipe)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        place = folder or Path("rollout") / f"{recipe_name(recipe)}-{where}-{time.strftime('%Y%m%d-%H%M%S')}"
         say_note(f"logs: {place / 'logs'}")
-        anyio.run(partial(serve, config, place, host=host, token=token, say=typer.echo))
+        anyio.run(partial(serve, config, place, host=where, token=token, say=_say))
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # whoever read it has gone: no reason to end the engines
+        typer.echo(text)

@@ -262,7 +262,7 @@ def test_workers_fill_whole_replicas() -> None:
         (("engine.kind=sglang",), "engine.python: kind sglang needs the Python interpreter"),
         (("engine.tensor_parallel_size=2",), "an embedded engine runs on one device"),
         (("engine.min_healthy_engines=2",), "2 is more than there are (1)"),
-        (("engine.num_engines=2", "eval.eval_engines=2"), "2 of 2 would leave none for the rollout"),
+        ((*EVAL, "engine.num_engines=2", "eval.eval_engines=2"), "2 of 2 would leave none for the rollout"),
         (
             ("engine.kind=attach", 'engine.url=["http://10.0.0.2:1"]', "publication.transport=collective"),
             "network.interface: lo, but publication.transport is collective and http://10.0.0.2:1 is on another",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from tests.worker_kit import one_rank, save_model, tiny_config, tiny_hf
 from hybridasync.engine.model_config import ModelConfig
 from hybridasync.engine.weights import Weights, WeightStore
 from hybridasync.errors import CheckpointError
-from hybridasync.observability import names
+from hybridasync.observability import names, resources
 from hybridasync.types import WeightSnapshot
 from hybridasync.weights.delta import DELTA_FILE, change_of
 from hybridasync.weights.snapshot import read_tensors
@@ -210,3 +211,28 @@ def test_r120_allocated_and_reserved_memory_are_reported(tmp_path: Path, monkeyp
     assert {f"trainer_{name}" for name in memory} <= set(names.METRICS)
     worker.clear_cache()
     assert calls == ["cleared"]
+
+
+def test_a_copy_is_made_where_publications_go_on_beside_training_and_memory_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at staleness 0, nor with keep_old_actor, nor where a container's limit leaves no room; for deltas always."""
+
+    def pending(version: int, **sections: dict[str, Any]) -> bool:
+        worker = Worker(tiny_config(path, **sections))
+        monkeypatch.setattr(worker, "_ready", lambda: SimpleNamespace(bundle=bundle))
+        return worker.export_weights(version, str(tmp_path / f"v{version}")).pending
+
+    path = save_model(tiny_hf("qwen3", tied=True, vocab_size=100), tmp_path / "source")
+    bundle = model.build(tiny_config(path), path)
+    hf_mapping.load_hf(bundle.gpt, path)
+    ahead: dict[str, dict[str, Any]] = {"rollout": {"max_staleness": 1}}
+    assert pending(0, **ahead)
+    assert not pending(1, rollout={"max_staleness": 0})
+    assert not pending(2, **ahead, algorithm={"use_tis": True, "keep_old_actor": True})
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("999999\n")
+    assert resources.free_memory() == 1
+    assert not pending(3, **ahead)
+    assert pending(4, publication={"delta": True})

@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,11 @@ class Foreign:
         if self._pids is not None:
             return sum(cpu_seconds(pid) for pid in self._pids)
         family = [os.getpid(), *(process.pid for process in descendants(os.getpid()))]
-        return sum(cpu_seconds(pid, ended=True) for pid in family)
+        total = 0.0
+        for pid in family:
+            with suppress(psutil.NoSuchProcess):  # it has just ended, and is its parent's by now
+                total += cpu_seconds(pid, ended=True)
+        return total
 
 
 def _busy_now() -> float:

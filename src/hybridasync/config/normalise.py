@@ -86,6 +86,12 @@ def train_only(config: Config) -> Iterator[Finding]:
         yield Set("eval.eval_interval", None, "debug_train_only runs no engines, and evaluation needs them")
 
 
+def evaluating_engines(config: Config) -> Iterator[Finding]:
+    """Engines set apart for evaluation would idle where there is none (U9)."""
+    if config.eval.eval_engines != "shared" and config.eval.eval_interval is None and not config.eval.eval_at_end:
+        yield Set("eval.eval_engines", "shared", "eval_interval isn't set, so that nothing is evaluated")
+
+
 def pause_mode_of_mode(config: Config) -> Iterator[Finding]:
     """What a pause does to requests in flight follows the mode."""
     if config.publication.pause_mode is None:

@@ -22,6 +22,7 @@ RULES: tuple[Rule, ...] = (
     normalise.first_weights,
     # The mode bounds how far engines run ahead, and with that what the off-policy guard has to judge.
     normalise.train_only,
+    normalise.evaluating_engines,
     normalise.sync_is_on_policy,
     normalise.pause_mode_of_mode,
     publishing.interval_within_staleness,

@@ -9,6 +9,16 @@ from hybridasync.config.models import Config
 from hybridasync.config.names import is_written
 
 
+def goes_on_beside_training(config: Config) -> bool:
+    """Whether a publication may go on beside the next training step.
+
+    At staleness 0 the next batch waits for it anyway. With keep_old_actor the next step's old log-probs are those of
+    the weights whose publication is to be decided.
+    """
+    ahead = config.rollout.max_staleness > 0 and not config.publication.blocking
+    return ahead and not config.algorithm.keep_old_actor
+
+
 def interval_within_staleness(config: Config) -> Iterator[Finding]:
     """Skipped publications may age weights no more than running ahead does: K is at most max_staleness + 1."""
     publication, most = config.publication, config.rollout.max_staleness + 1

@@ -18,6 +18,7 @@ from anyio.abc import TaskGroup
 from hybridasync.algorithms.assembly import advantages_of, to_train_samples
 from hybridasync.algorithms.filters import has_signal
 from hybridasync.config.models import Config
+from hybridasync.config.publishing import goes_on_beside_training
 from hybridasync.drivers.checkpointing import Checkpointing
 from hybridasync.drivers.evaluation import Evaluation
 from hybridasync.drivers.fleet import Fleet
@@ -89,10 +90,7 @@ class TrainingLoop:
         self.evaluations: list[EvalResult] = []
         self.latest: Mapping[str, float] = {}  # the last row that is complete
         publication = config.publication
-        # At staleness 0 the next batch waits for the publication anyway. With keep_old_actor the next step's old
-        # log-probs are those of the weights whose publication is to be decided.
-        self._overlaps = config.rollout.max_staleness > 0 and not publication.blocking
-        self._overlaps = self._overlaps and not config.algorithm.keep_old_actor
+        self._overlaps = goes_on_beside_training(config)
         self._pace: Pace | None = None  # the interval is fixed
         if publication.update_weights_interval == "auto":
             self._pace = Pace(publication.k_min, publication.k_max)

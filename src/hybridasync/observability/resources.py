@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
 from hybridasync.observability import names
 
 _MIB = 1024 * 1024
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int:
+    """Bytes that this process may still have: the machine's, or what a container's limit leaves (cgroup v2)."""
+    machine = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((_CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return machine
+    return min(machine, max(0, int(limit) - int(used))) if limit.isdecimal() else machine
 
 
 class ResourceGauge:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from ipaddress import ip_address
 from pathlib import Path
 
 import anyio
@@ -15,7 +16,7 @@ from anyio.abc import Process
 
 from hybridasync.config.models import Config
 from hybridasync.drivers.fleet import Engine
-from hybridasync.errors import ConfigError, EngineError
+from hybridasync.errors import ConfigError, EngineError, NotSent
 from hybridasync.observability.process import child_environment, signal_group
 from hybridasync.runtime.environment import without_torchrun, workers_here
 from hybridasync.runtime.sglang_launch import launch_command, launch_environment
@@ -141,7 +142,7 @@ def _target(config: Config, run_dir: Path, index: int, *, host: str) -> list[str
         "kind": config.engine.kind,
         "host": host,
         "command": _command(config, index, host=host),
-        "env": dict(_environment(config, index)),
+        "env": dict(_environment(config, index, host=host)),
         "log": str(run_dir / "logs" / f"engine-{index}.log"),
         "init_timeout_s": config.engine.rollout_engine_init_timeout,
     }
@@ -154,13 +155,18 @@ def _command(config: Config, index: int, *, host: str) -> list[str]:
     port = str(engine.port + index) if engine.port else "{port}"
     context = ["--context-length", str(engine.context_length)] if engine.context_length else []
     shared = ["--host", host, "--port", port, "--max-running-requests", str(engine.max_running_requests)]
-    shared += ["--random-seed", str((config.seed * 1000 + index) % SEEDS), *context]
+    shared += ["--random-seed", str((config.seed * 1000 + _number(host) + index) % SEEDS), *context]
     device = device_of(config)
     if engine.kind == "sglang":
         return launch_command(config, device=device, address=tuple(shared))
     command = [sys.executable, "-m", "hybridasync.engine", "--model-path", str(config.model.hf_checkpoint)]
     command += ["--dtype", engine.dtype or config.model.dtype, "--device", device]
     return [*command, "--announce", "{announce}", *shared]
+
+
+def _number(host: str) -> int:
+    """So that engines of different nodes sample differently."""
+    return 0 if host == LOOPBACK else int(ip_address(host)) * 1000
 
 
 def device_of(config: Config) -> str:
@@ -170,13 +176,13 @@ def device_of(config: Config) -> str:
     return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
 
 
-def _environment(config: Config, index: int) -> Mapping[str, str]:
+def _environment(config: Config, index: int, *, host: str) -> Mapping[str, str]:
     device = device_of(config)
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **group_environment(config)}
     if config.engine.kind == "sglang":
         environment |= launch_environment(device=device, tensor_parallel_size=config.engine.tensor_parallel_size)
     if device == "cuda":
-        first = workers_here(config.parallel.num_workers)
+        first = workers_here(config.parallel.num_workers) if host == LOOPBACK else 0  # elsewhere there are none
         size = config.engine.tensor_parallel_size
         gpus = config.engine.gpu_ids or tuple(range(first, first + size * config.engine.num_engines))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus[index * size : (index + 1) * size]))
@@ -191,6 +197,8 @@ def group_environment(config: Config) -> dict[str, str]:
 
 
 async def _ready(config: Config, sidecar: SidecarClient, process: Process | None) -> SidecarStatus:
+    if process is None:
+        await _fetched(sidecar, limit_s=config.engine.rollout_engine_init_timeout)
     with anyio.move_on_after(config.engine.rollout_engine_init_timeout):
         while process is None or process.returncode is None:
             status = await sidecar.status()
@@ -202,6 +210,24 @@ async def _ready(config: Config, sidecar: SidecarClient, process: Process | None
         raise EngineError(sidecar.name, "start", f"its sidecar ended with exit code {process.returncode}")
     limit = config.engine.rollout_engine_init_timeout
     raise EngineError(sidecar.name, "start", f"not ready within engine.rollout_engine_init_timeout = {limit:g} s")
+
+
+async def _fetched(sidecar: SidecarClient, *, limit_s: float) -> None:
+    """A sidecar elsewhere may just be (re)started, and its engine may have ended since the last run.
+
+    Raises NotSent where nobody listens, EngineError where the engine doesn't come back.
+    """
+    deadline = anyio.current_time() + SIDECAR_START_S
+    while True:
+        try:
+            status = await sidecar.status()
+            break
+        except NotSent:
+            if anyio.current_time() > deadline:
+                raise
+        await anyio.sleep(POLL_S)
+    if status.state == "down" and status.detail:
+        await sidecar.recover(limit_s)
 
 
 async def stop_sidecar(process: Process, *, grace_s: float = STOP_GRACE_S) -> None:

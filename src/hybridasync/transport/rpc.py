@@ -186,7 +186,10 @@ class RpcTrainer:
 
     async def export_weights(self, version: int, path: str) -> WeightSnapshot:
         if self._beside is not None:  # given up, and still writing what this call would replace
-            await self._settle_beside(self._beside)
+            abandoned = self._beside
+            await self._settle_beside(abandoned)
+            if not abandoned.settled.is_set():
+                raise self._fenced(self._unknown(abandoned))
         snapshot: WeightSnapshot = await self.call("export_weights", version, path)
         return snapshot
 

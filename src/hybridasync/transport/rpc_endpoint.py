@@ -1,9 +1,10 @@
 """Both ends' part of torch RPC: joining the job, and the worker's queue of calls. No Megatron, no event loop.
 
 RPC carries small control messages only. It doesn't keep the order of calls in flight and runs handlers on a pool of
-threads, so a handler here never works: it files the call under the controller's sequence number, and the worker's MAIN
+threads, so a handler here doesn't work: it files the call under the controller's sequence number, and the worker's MAIN
 thread takes calls off the queue in that order (signal handlers and the CUDA context then are where Megatron expects
-them). Exceptions never travel through torch, which loses their type and fields: every operation answers an envelope.
+them). What is safe beside that goes by `beside`. Exceptions never travel through torch, which loses their type and
+fields: every operation answers an envelope.
 
 RPC has no authentication: whoever reaches its port may run code as this user. Keep network.interface private.
 """

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
+from hybridasync.observability.resources import free_memory
 from hybridasync.weights.checksums import Checksums
 from hybridasync.weights.delta import Change, change_of
 
@@ -51,7 +51,7 @@ class PublishedCopy:
     def fits(self, size: int) -> bool:
         """Whether a copy of `size` bytes is there, or can be. Asked once for a size: it doesn't come and go."""
         if not self._compared and self._room_for != size:
-            self._room_for, self._roomy = size, psutil.virtual_memory().available >= ROOM * size
+            self._room_for, self._roomy = size, free_memory() >= ROOM * size
         return self._compared or self._roomy
 
     def decided(self, version: int, *, commit: bool) -> None:

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from hybridasync.config.models import Config
 from hybridasync.config.normalise import needs_reference
+from hybridasync.config.publishing import goes_on_beside_training
 from hybridasync.data.model_dir import parameter_count
 from hybridasync.errors import ConfigError, LocalProtocolError
 from hybridasync.protocol.decisions import Decisions
@@ -52,6 +53,7 @@ class Worker:
         self._phase_name = ""
         self._decisions = Decisions()
         self._published = PublishedCopy(compared=config.publication.delta)
+        self._copies = config.publication.delta or goes_on_beside_training(config)
 
     def setup(self) -> TrainerInfo:
         """Build the model, load the initial weights, and the reference model where the loss needs one.
@@ -118,9 +120,8 @@ class Worker:
         """Take the weights for the engines, in the type that they hold. Raises CheckpointError."""
         held, gpt = self._config.engine.dtype, self._ready().bundle.gpt
         engines = engine_layout(self._config.engine, kv_heads=gpt.hf.num_kv_heads, gpu_here=torch.cuda.is_available())
-        snapshot = export.export_snapshot(
-            gpt, version, path, dtype=DTYPES[held] if held else None, engines=engines, published=self._published
-        )
+        dtype, published = DTYPES[held] if held else None, self._published if self._copies else None
+        snapshot = export.export_snapshot(gpt, version, path, dtype=dtype, engines=engines, published=published)
         if self._config.publication.clear_cache_on_skipped_steps:
             self.clear_cache()
         return snapshot
