@@ -45,7 +45,7 @@ async def test_c36_a_port_that_was_taken_meanwhile_is_exchanged(
     with socket.create_server(("127.0.0.1", 0)) as thief:
         stolen = thief.getsockname()[1]
         ports = iter([stolen])
-        monkeypatch.setattr(supervise, "_free_port", lambda: next(ports, None) or free())
+        monkeypatch.setattr(supervise, "_free_port", lambda host: next(ports, None) or free(host))
         url = await outcome(launched(tmp_path))
     assert url.startswith("http://127.0.0.1:") and url != f"http://127.0.0.1:{stolen}"
     assert "in use" in (tmp_path / "engine.log").read_text()
@@ -56,7 +56,7 @@ async def test_c36_a_stranger_that_answers_is_never_taken_for_the_engine(
 ) -> None:
     """C36: our engine is still starting, and somebody else's answers on its port."""
     with serving(FakeEngine()) as url:
-        monkeypatch.setattr(supervise, "_free_port", lambda: int(url.rpartition(":")[2]))
+        monkeypatch.setattr(supervise, "_free_port", lambda _: int(url.rpartition(":")[2]))
         engine = launched(tmp_path, (sys.executable, "-c", "import time; time.sleep(60)", "{port}"))
         assert "another process answers" in await outcome(engine)
     assert engine.pid is None

@@ -354,7 +354,7 @@ def test_a_checkpoint_resumes_exactly(models: dict[str, Path], tmp_path: Path) -
 
 def test_the_worker_describes_itself_and_exports(models: dict[str, Path], tmp_path: Path) -> None:
     """TrainerInfo, memory in MiB, a snapshot with checksums; operations before their time are our own bug."""
-    config = make_config(models)
+    config = make_config(models, rollout={"temperature": TEMPERATURE, "max_staleness": 1})
     with pytest.raises(LocalProtocolError):
         Worker(config).train_step(policy_batch([]))
     with working(config) as worker:
