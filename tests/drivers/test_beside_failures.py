@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -51,8 +51,10 @@ async def test_r66_a_publication_that_no_engine_took_leaves_training_going() -> 
     assert max(row["partition_lag_max"] for _, row in bench.sink.steps) <= 1
 
 
-def failure_of(bench: Bench, break_it: Callable[[Bench], None]) -> tuple[list[BaseException], float]:
-    """The errors that ended a run whose second step never ends, and when, after `break_it` following the first one."""
+def failure_of(
+    bench: Bench, break_it: Callable[[Bench], None], *, second_s: float
+) -> tuple[list[BaseException], float]:
+    """The errors that ended a run whose steps after the first one take `second_s`, and when, after `break_it`."""
     found: list[BaseException] = []
     ended: list[float] = []
 
@@ -63,14 +65,27 @@ def failure_of(bench: Bench, break_it: Callable[[Bench], None]) -> tuple[list[Ba
                 await loop.begin()
                 break_it(bench)
                 await steps_of(loop, 1)
-                bench.trainer.train_s = 1000.0  # type: ignore[attr-defined]
-                await loop.one_step()
+                bench.trainer.train_s = second_s  # type: ignore[attr-defined]
+                await steps_of(loop, 3)
         except BaseExceptionGroup as group:
             found.extend(leaves(group))
         ended.append(anyio.current_time())
 
     run()
     return found, ended[0]
+
+
+def step_1_fails(bench: Bench, error: Exception, *, look: Callable[[], Awaitable[None]]) -> None:
+    """Training raises `error` in its second step, after `look`."""
+    train = bench.trainer.train_step
+
+    async def failing(batch: TrainBatch) -> StepResult:
+        if batch.step == 1:
+            await look()
+            raise error
+        return await train(batch)
+
+    bench.trainer.train_step = failing  # type: ignore[method-assign]
 
 
 def test_a_resume_that_fails_for_good_ends_the_run_at_once() -> None:
@@ -83,7 +98,7 @@ def test_a_resume_that_fails_for_good_ends_the_run_at_once() -> None:
         bench.sidecar.end = bench.sidecar.fence = unknown  # type: ignore[method-assign, assignment]
 
     bench = bench_of(config_of(4))
-    found, ended = failure_of(bench, break_it)
+    found, ended = failure_of(bench, break_it, second_s=1000.0)
     assert [type(error) for error in found] == [CompensationFailed]
     assert ended < 15.0
     assert bench.trainer.decisions == [(0, 0, True)]
@@ -97,19 +112,7 @@ def test_without_any_engine_left_the_run_ends_as_before() -> None:
 
     bench = bench_of(config_of(4, engine={"use_fault_tolerance": False}))
     bench.trainer.train_s = 1.0  # type: ignore[attr-defined]
-    found: list[BaseException] = []
-
-    @virtual
-    async def run() -> None:
-        try:
-            async with bench.loop() as loop:
-                await loop.begin()
-                break_it(bench)
-                await steps_of(loop, 4)
-        except BaseExceptionGroup as group:
-            found.extend(leaves(group))
-
-    run()
+    found, _ = failure_of(bench, break_it, second_s=1.0)
     assert [type(error) for error in found] == [PublicationFailed]
     assert bench.log.count("train 1") == 1 and "train 2" not in bench.log
     assert bench.sidecar.paused_by is None
@@ -119,16 +122,12 @@ def test_without_any_engine_left_the_run_ends_as_before() -> None:
 async def test_a_step_that_fails_meanwhile_still_resumes_the_engine() -> None:
     """The workers are lost in step 1 while the engine is paused for version 1: it runs again, the error is theirs."""
     bench = bench_of(config_of(4), pause_s=0.5)
-    train = bench.trainer.train_step
 
-    async def lost(batch: TrainBatch) -> StepResult:
-        if batch.step == 1:
-            await anyio.sleep(0.2)
-            assert bench.sidecar.paused_by is not None
-            raise WorkerLost(1, "killed", step=1)
-        return await train(batch)
+    async def look() -> None:
+        await anyio.sleep(0.2)
+        assert bench.sidecar.paused_by is not None
 
-    bench.trainer.train_step = lost  # type: ignore[method-assign]
+    step_1_fails(bench, WorkerLost(1, "killed", step=1), look=look)
     with pytest.raises(BaseExceptionGroup) as caught:
         await bench.run()
     assert [type(error) for error in leaves(caught.value)] == [WorkerLost]
@@ -174,17 +173,13 @@ async def test_given_up_during_the_export_the_run_can_be_left() -> None:
 @virtual
 async def test_a_step_that_fails_leaves_the_row_of_the_one_before() -> None:
     """The publication of step 0 is over while step 1 diverges: its row is there, with its times, long before that."""
-    bench = bench_of(config_of(4), train_s=0.5, pause_s=0.1)
-    train, seen = bench.trainer.train_step, []
+    bench, seen = bench_of(config_of(4), train_s=0.5, pause_s=0.1), []
 
-    async def diverges(batch: TrainBatch) -> StepResult:
-        if batch.step == 1:
-            await anyio.sleep(5.0)
-            seen.extend(bench.sink.steps)
-            raise DivergedError("loss is nan", step=1)
-        return await train(batch)
+    async def look() -> None:
+        await anyio.sleep(5.0)
+        seen.extend(bench.sink.steps)
 
-    bench.trainer.train_step = diverges  # type: ignore[method-assign]
+    step_1_fails(bench, DivergedError("loss is nan", step=1), look=look)
     with pytest.raises(BaseExceptionGroup):
         await bench.run()
     [(step, row)] = seen
@@ -195,14 +190,7 @@ async def test_a_step_that_fails_leaves_the_row_of_the_one_before() -> None:
 async def test_a_row_is_written_even_if_its_publication_is_cut_off() -> None:
     """Step 1 is lost while step 0's publication pauses the engine."""
     bench = bench_of(config_of(4), pause_s=1.5)
-    train = bench.trainer.train_step
-
-    async def lost(batch: TrainBatch) -> StepResult:
-        if batch.step == 1:
-            raise WorkerLost(1, "killed", step=1)
-        return await train(batch)
-
-    bench.trainer.train_step = lost  # type: ignore[method-assign]
+    step_1_fails(bench, WorkerLost(1, "killed", step=1), look=anyio.lowlevel.checkpoint)
     with pytest.raises(BaseExceptionGroup):
         await bench.run()
     assert [step for step, _ in bench.sink.steps] == [0]
