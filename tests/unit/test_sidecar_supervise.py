@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import anyio
@@ -12,8 +15,10 @@ from tests.fake_engine import FakeEngine, serving
 from tests.sidecar_kit import Rig, txn
 
 from hybridasync.errors import ConfigError, OutcomeUnknown
+from hybridasync.protocol.transactions import TransactionMachine
 from hybridasync.sidecar import control as control_module
 from hybridasync.sidecar import supervise
+from hybridasync.sidecar.control import Control
 from hybridasync.sidecar.supervise import LaunchedEngine, LaunchFile
 
 COMMAND = (sys.executable, "-m", "tests.fake_engine", "--port", "{port}")
@@ -60,6 +65,26 @@ async def test_c36_a_stranger_that_answers_is_never_taken_for_the_engine(
         engine = launched(tmp_path, (sys.executable, "-c", "import time; time.sleep(60)", "{port}"))
         assert "another process answers" in await outcome(engine)
     assert engine.pid is None
+
+
+async def test_a_killed_engine_is_reported_with_its_signal_even_before_its_end_was_noticed(tmp_path: Path) -> None:
+    """Its port refuses a moment before its parent is told: the status names the signal, not the refused port."""
+    engine = launched(tmp_path)
+    control = Control(engine, TransactionMachine())
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.run, control.engine_lost)
+        with anyio.fail_after(60):
+            while engine.client is None:  # noqa: ASYNC110 - no event: that is the interface
+                await anyio.sleep(0.05)
+        assert engine.pid is not None
+        port = int(engine.url.rpartition(":")[2])
+        os.kill(engine.pid, signal.SIGKILL)
+        while supervise._listening("127.0.0.1", port):  # without a turn of the event loop
+            time.sleep(0.001)  # noqa: ASYNC251
+        status = await control.status()
+        tasks.cancel_scope.cancel()
+    await engine.stop()
+    assert status.state == "down" and "SIGKILL" in status.detail
 
 
 async def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:

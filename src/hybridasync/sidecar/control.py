@@ -40,6 +40,9 @@ STRAY_WATCH_S = 120.0
 
 STRAY_POLL_S = 2.0
 
+OBITUARY_S = 0.5
+"""A port refuses a moment before its process counts as ended: how long to wait for the cause, which says more."""
+
 log = logging.getLogger("hybridasync.sidecar")
 
 
@@ -329,8 +332,14 @@ class Control:
             return Probe(None, gone=True, detail=self._host.detail)
         try:
             ready = await client.ready()
+        except NotSent as error:
+            if self._host.pid is not None:
+                with anyio.move_on_after(OBITUARY_S):
+                    while self._host.client is client:
+                        await self._changed.wait()
+            return Probe(None, gone=True, detail=self._host.detail or str(error))
         except EngineError as error:
-            return Probe(None, gone=isinstance(error, NotSent), detail=str(error))
+            return Probe(None, detail=str(error))
         return Probe(ready, weight_version=await client.weight_version())
 
     def _state(self, probe: Probe) -> SidecarState:
