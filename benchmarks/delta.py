@@ -184,7 +184,7 @@ class Comparison:
         row = await self._stage(snapshot)
         row["export_s"] += taken.prepare_s
         started = time.perf_counter()
-        await self._server.update_weights(snapshot)
+        await self._server.switch(snapshot, "retract")
         row["switch_s"] = time.perf_counter() - started
         if await self._server.checksums() != snapshot.checksums:
             self.unequal.append(version)

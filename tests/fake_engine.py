@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-STAGING = ("/stage_weights", "/install_staged_weights")
+STAGING = ("/stage_weights", "/switch_weights")
 
 
 class FakeEngine:
@@ -93,7 +93,7 @@ class FakeEngine:
             return {"ranks": [{"checksums": {}}]}, 200
         elif path == "/stage_weights":
             return {"success": True, "message": "ok"}, 200
-        elif path in ("/update_weights_from_disk", "/install_staged_weights"):
+        elif path in ("/update_weights_from_disk", "/switch_weights"):
             self.version = values.get("weight_version") or self.version
             return {"success": True, "message": "ok"}, 200
         return {"status": "ok"}, 200

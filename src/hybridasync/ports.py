@@ -20,6 +20,7 @@ from hybridasync.types import (
     PublicationResult,
     SamplingParams,
     SendTarget,
+    ServedWeights,
     SidecarStatus,
     StepResult,
     TrainBatch,
@@ -48,8 +49,16 @@ class InferenceServer(Protocol):
         """
         ...
 
+    async def switch(self, snapshot: WeightSnapshot, mode: PauseMode) -> ServedWeights:
+        """Change to the staged snapshot between two tokens; `mode` is what becomes of requests in flight.
+
+        There is no pause that anybody could owe an end. Rejected: nothing has changed. Whenever a switch that was given
+        up arrives, it has no effect but this one: the engine knows the snapshot by its version and checksums.
+        """
+        ...
+
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        """Load the snapshot, or switch to it where it is staged. The engine must be paused."""
+        """Load the snapshot. The engine must be paused."""
         ...
 
     async def weight_version(self) -> str:
@@ -60,7 +69,7 @@ class InferenceServer(Protocol):
         """Checksum of each parameter as the engine holds it."""
         ...
 
-    async def read_back(self) -> tuple[str, Mapping[str, str]]:
+    async def read_back(self) -> ServedWeights:
         """Both, in as few calls as the engine allows: engines are paused while they are asked."""
         ...
 

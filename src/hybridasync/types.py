@@ -193,8 +193,21 @@ class SidecarStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """What an engine says of the weights that it serves: its name for their version, checksum of each parameter."""
+
+    version: str
+    checksums: Mapping[str, str]
+    paused_s: float = 0.0  # after a switch: how long generation stood still for it
+
+
+@dataclass(frozen=True, slots=True)
 class PublicationResult:
-    """One publication. Times are seconds; `pause_s` is what the engines lost, the longest over the engines."""
+    """One publication. Times are seconds, the longest over the engines.
+
+    `pause_s` is what the engines lost. Where they are paused, that is from asking them until all run again; where they
+    switch between two tokens, what each says that this took.
+    """
 
     version: int
     step: int | None  # the step that caused it; None for the initial one
@@ -202,7 +215,7 @@ class PublicationResult:
     prepare_s: float
     drain_s: float  # requests in flight were let finish before the pause was asked for
     wait_s: float  # from asking for the pause until all were paused
-    transfer_s: float
+    transfer_s: float  # new weights came into effect; for a switch the whole request
     verify_s: float
     resume_s: float
     pause_s: float
@@ -212,6 +225,11 @@ class PublicationResult:
     stage_s: float = 0.0  # engines prepared them while they generated; in prepare_s
     full_bytes: int = 0  # what a complete snapshot takes
     kind: PublicationKind = "full"
+
+    @property
+    def swap_s(self) -> float:
+        """Everything after draining."""
+        return self.wait_s + self.transfer_s + self.verify_s + self.resume_s
 
 
 @dataclass(frozen=True, slots=True)

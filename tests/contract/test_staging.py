@@ -13,7 +13,7 @@ import torch
 from tests.contract.kit import Json, Target, assert_spans_exact, generate, in_flight, post
 from tests.engine_models import saved_model
 
-from hybridasync.weights.checksums import checksums
+from hybridasync.weights.checksums import checksums, overall
 from hybridasync.weights.delta import bits, change_of, write_delta
 from hybridasync.weights.snapshot import read_tensors
 
@@ -50,11 +50,16 @@ async def stage(client: httpx.AsyncClient, path: Path, status: int = 200, *, ver
     return str(answer.json()["message"])
 
 
-async def switch(client: httpx.AsyncClient, status: int = 200, *, version: str = "1") -> str:
-    answer = (await post(client, "/install_staged_weights", status, weight_version=version)).json()
+async def switch(
+    client: httpx.AsyncClient, sums: Json | None, status: int = 200, *, version: str = "1", **more: str
+) -> str:
+    """`sums` is what the controller has published."""
+    body = {"weight_version": version, "checksum": overall(sums or {}), **more}
+    answer = (await post(client, "/switch_weights", status, **body)).json()
     if status == 200:
         read = (await post(client, "/weights_checker")).json()
-        assert {**answer, "message": ""} == {**read, "message": ""} and answer["weight_version"] == version
+        assert 0 < answer.pop("paused_s") < 1
+        assert answer == read and answer["weight_version"] == version
     return str(answer["message"])
 
 
@@ -64,31 +69,56 @@ async def test_staging_changes_nothing_before_the_switch(target: Target, client:
     assert await served_sums(client) == sums_of(target, "default")
     assert (await client.get("/model_info")).json()["weight_version"] == "default"
     assert_spans_exact(target, await generate(client, GREEDY))
-    await switch(client)
+    await switch(client, sums_of(target, "1"))
     assert await served_sums(client) == sums_of(target, "1")
     info = (await client.get("/model_info")).json()
     assert (info["weight_version"], info["model_path"]) == ("1", str(target.directories["1"]))
     assert_spans_exact(target, await generate(client, GREEDY))
 
 
-async def test_requests_live_through_staging_and_switch(target: Target, client: httpx.AsyncClient) -> None:
-    """Generation goes on while weights are staged; after a pause with retract it goes on with the new ones."""
+@pytest.mark.parametrize("paused", [False, True])
+async def test_requests_live_through_staging_and_switch(
+    target: Target, client: httpx.AsyncClient, paused: bool
+) -> None:
+    """Generation goes on while weights are staged, and with them after the switch; a pause of others stays as it is."""
     async with in_flight(client, count=2) as flights:
         await stage(client, target.directories["1"])
         assert all(flight.answer is None for flight in flights)
-        await post(client, "/pause_generation", mode="retract")
-        await switch(client)
-        await post(client, "/continue_generation")
+        if paused:
+            await post(client, "/pause_generation", mode="retract")
+        await switch(client, sums_of(target, "1"))
+        assert (await client.get("/ready")).status_code == (503 if paused else 200)
+        if paused:
+            await post(client, "/continue_generation")
     for flight in flights:
         assert_spans_exact(target, flight.answer)
         assert [span["version"] for span in flight.answer["meta_info"]["weight_versions"]] == ["default", "1"]
+
+
+async def test_a_switch_that_aborts_ends_what_is_in_flight(target: Target, client: httpx.AsyncClient) -> None:
+    """With mode abort requests come back with what they had, all of it made by the old weights."""
+    async with in_flight(client, count=2) as flights:
+        await stage(client, target.directories["1"])
+        await switch(client, sums_of(target, "1"), mode="abort")
+    for flight in flights:
+        assert flight.answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert [span["version"] for span in flight.answer["meta_info"]["weight_versions"]] == ["default"]
+
+
+async def test_what_was_not_published_is_not_switched_to(target: Target, client: httpx.AsyncClient) -> None:
+    """A late switch of another controller, or a broken copy: the engine compares checksums before it switches."""
+    await stage(client, target.directories["1"])
+    assert "checksums differ" in await switch(client, sums_of(target, "default"), 400)
+    assert await served_sums(client) == sums_of(target, "default")
+    await switch(client, sums_of(target, "1"))
+    assert await served_sums(client) == sums_of(target, "1")
 
 
 async def test_a_delta_gives_the_very_bits(target: Target, client: httpx.AsyncClient, delta: Path) -> None:
     """What changed, applied to the live weights, is the new version to the last bit; the live ones aren't touched."""
     await stage(client, delta, base_version="default")
     assert await served_sums(client) == sums_of(target, "default")
-    await switch(client)
+    await switch(client, sums_of(target, "1"))
     assert await served_sums(client) == sums_of(target, "1")
     assert_spans_exact(target, await generate(client, GREEDY))
 
@@ -99,7 +129,7 @@ async def test_one_bit_of_difference_is_kept(target: Target, client: httpx.Async
     new = {name: tensor.clone() for name, tensor in old.items()}
     bits(new["model.layers.1.self_attn.k_proj.weight"])[7] ^= 1
     await stage(client, _delta(tmp_path / "bit", old, new, base="default"), base_version="default")
-    await switch(client)
+    await switch(client, checksums(new.items(), tie_word_embeddings=False))
     served, before = await served_sums(client), sums_of(target, "default")
     assert served == checksums(new.items(), tie_word_embeddings=False)
     different = [name for name in served if served[name] != before[name]]
@@ -117,7 +147,7 @@ async def test_what_does_not_fit_is_refused_and_nothing_is_staged(
     assert "(version, base, type)" in await stage(client, delta, 400, version="2", base_version="default")
     assert "delta.safetensors" in await stage(client, target.directories["1"], 400, base_version="default")
     assert "no model.safetensors" in await stage(client, tmp_path / "nowhere", 400)
-    assert "nothing is" in await switch(client, 400)
+    assert "nothing is" in await switch(client, None, 400)
     assert await served_sums(client) == sums_of(target, "default")
 
 
@@ -131,8 +161,9 @@ async def test_a_delta_to_other_weights_of_the_same_name_does_not_verify(
     bits(new["model.norm.weight"])[:] = bits(old["model.norm.weight"])  # a tensor that the delta leaves alone
     partial = _delta(delta.parent / "partial", old, new, base="default")
     await stage(client, partial, base_version="default")
-    await switch(client)
-    assert await served_sums(client) != checksums(new.items(), tie_word_embeddings=False)
+    published = checksums(new.items(), tie_word_embeddings=False)
+    assert "checksums differ" in await switch(client, published, 400)
+    assert await served_sums(client) == sums_of(target, "1")
     await post(
         client, "/update_weights_from_disk", model_path=str(target.directories["default"]), weight_version="default"
     )
@@ -140,20 +171,20 @@ async def test_a_delta_to_other_weights_of_the_same_name_does_not_verify(
 
 async def test_a_switch_without_its_version_staged_is_refused(target: Target, client: httpx.AsyncClient) -> None:
     """Nothing staged, or another version, which stays staged."""
-    assert "nothing is" in await switch(client, 400)
+    assert "nothing is" in await switch(client, None, 400)
     await stage(client, target.directories["1"])
-    assert "version 1 is" in await switch(client, 400, version="2")
-    await switch(client)
-    assert "nothing is" in await switch(client, 400)
+    assert "version 1 is" in await switch(client, None, 400, version="2")
+    await switch(client, sums_of(target, "1"))
+    assert "nothing is" in await switch(client, None, 400)
 
 
 async def test_a_second_staging_replaces_the_first(target: Target, client: httpx.AsyncClient) -> None:
     """The last one counts, and a refused one leaves nothing to switch to."""
     await stage(client, target.directories["1"], version="5")
     await stage(client, target.directories["1"])
-    assert "version 1 is" in await switch(client, 400, version="5")
+    assert "version 1 is" in await switch(client, None, 400, version="5")
     await stage(client, Path("/nowhere"), 400)
-    assert "nothing is" in await switch(client, 400)
+    assert "nothing is" in await switch(client, None, 400)
 
 
 @pytest.mark.parametrize("how", ["disk", "session"])
@@ -166,7 +197,7 @@ async def test_another_way_to_load_drops_what_was_staged(target: Target, client:
     else:
         await post(client, "/begin_weight_update")
         await post(client, "/end_weight_update")
-    assert "nothing is" in await switch(client, 400, version="2")
+    assert "nothing is" in await switch(client, None, 400, version="2")
 
 
 async def test_a_client_that_goes_away_does_no_harm(target: Target, client: httpx.AsyncClient, tmp_path: Path) -> None:
@@ -177,5 +208,5 @@ async def test_a_client_that_goes_away_does_no_harm(target: Target, client: http
             await stage(client, tmp_path / "copy", version="8")
         assert (await served_sums(client)) == sums_of(target, "default")
     await stage(client, target.directories["1"])
-    await switch(client)
+    await switch(client, sums_of(target, "1"))
     assert await served_sums(client) == sums_of(target, "1")

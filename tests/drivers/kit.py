@@ -19,6 +19,7 @@ from hybridasync.types import (
     PauseMode,
     PublicationResult,
     SamplingParams,
+    ServedWeights,
     SidecarStatus,
     TrainSample,
     VersionSpan,
@@ -109,6 +110,7 @@ class FakeServer:
         self.reply: Callable[[Sequence[int], SamplingParams], Awaitable[tuple[Completion, ...]]] | None = None
         self.can_stage = False
         self.stage_error: EngineError | None = None
+        self.switch_error: EngineError | None = None
         self.staged: list[tuple[int, int | None]] = []  # (version, base)
         self.requests: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.aborted: list[str] = []
@@ -135,6 +137,17 @@ class FakeServer:
 
         return bool(await self._world.call(f"{self.name} stage", effect))
 
+    async def switch(self, snapshot: WeightSnapshot, mode: PauseMode) -> ServedWeights:
+        def effect() -> ServedWeights:
+            if self.switch_error is not None:
+                raise self.switch_error
+            self.version = str(snapshot.version)
+            return ServedWeights(self.version, self.sums, 0.001)
+
+        served = await self._world.call(f"{self.name} switch", effect)
+        assert isinstance(served, ServedWeights)
+        return served
+
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         def effect() -> None:
             self.version = str(snapshot.version)
@@ -147,8 +160,8 @@ class FakeServer:
     async def checksums(self) -> Mapping[str, str]:
         return dict(await self._world.call(f"{self.name} checksums", lambda: self.sums))
 
-    async def read_back(self) -> tuple[str, Mapping[str, str]]:
-        return await self.weight_version(), await self.checksums()
+    async def read_back(self) -> ServedWeights:
+        return ServedWeights(await self.weight_version(), await self.checksums())
 
     async def in_flight(self) -> int:
         return 0

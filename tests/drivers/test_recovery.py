@@ -57,7 +57,9 @@ class Rollouts:
         self.settings = EngineSection(**{"use_fault_tolerance": True, "generation_probe_s": 20.0, **settings})
         self.weather = Weather(Random(0))
         network, life = Network(self.weather, tasks), Life()
-        self.nodes = [SimNode(f"engine-{i}", Speed(), Random(i), snapshots=lambda _: True) for i in range(count)]
+        self.nodes = [
+            SimNode(f"engine-{i}", Speed(), Random(i), snapshots=lambda _: True, stages=False) for i in range(count)
+        ]
         for node in self.nodes:
             tasks.start_soon(node.run)
         self.servers = [SimServer(node, network, life, CONTROL_S, 600.0) for node in self.nodes]

@@ -33,10 +33,16 @@ class Bench:
             engine.state.verified(3)
         self.transfer: Any = transfer_by_disk(self.settings, self.trainer, self.sink)
 
-    async def publish(self, version: int = 4) -> tuple[WeightSnapshot, dict[str, Any]]:
+    async def publish(self, version: int = 4) -> tuple[WeightSnapshot, set[str]]:
+        """Version 4 to both; answers who staged it. The others are loaded."""
         snapshot = await self.transfer.export(version, "path")
-        await self.transfer.stage(self.engines, snapshot)
-        return snapshot, dict(await self.transfer.load(self.engines, snapshot))
+        ready = await self.transfer.stage(self.engines, snapshot)
+        for engine in self.engines:
+            if engine.name in ready:
+                await engine.server.switch(snapshot, "retract")
+        left = [engine for engine in self.engines if engine.name not in ready]
+        assert await self.transfer.load(left, snapshot) == {}
+        return snapshot, set(ready)
 
 
 def staged(servers: list[FakeServer]) -> list[list[tuple[int, int | None]]]:
@@ -44,6 +50,7 @@ def staged(servers: list[FakeServer]) -> list[list[tuple[int, int | None]]]:
 
 
 DELTA = PublicationSection(delta=True)
+BOTH = {"engine-0", "engine-1"}
 
 
 def test_the_settings_choose_the_transfer() -> None:
@@ -52,20 +59,20 @@ def test_the_settings_choose_the_transfer() -> None:
     assert kinds == [StagedTransfer, DiskTransfer, DeltaTransfer]
 
 
-async def test_every_engine_stages_before_any_loads() -> None:
-    """Both stage while they generate; what comes under the pause is one call to each."""
+async def test_every_engine_stages_and_none_is_loaded() -> None:
+    """Both stage while they generate, and say so."""
     bench = Bench(PublicationSection())
-    assert (await bench.publish())[1] == {}
+    assert (await bench.publish())[1] == BOTH
     assert staged(bench.servers) == [[(4, None)], [(4, None)]]
     calls = [entry.split()[1] for entry in bench.world.log]
-    assert calls == ["stage", "stage", "load", "load"]
+    assert calls == ["stage", "stage", "switch", "switch"]
 
 
 async def test_staging_that_fails_is_an_event_and_no_failure() -> None:
     """An engine that refuses to stage loads under the pause; the other one isn't held up."""
     bench = Bench(PublicationSection())
     bench.servers[0].stage_error = Rejected("engine-0", "stage", 400)
-    assert (await bench.publish())[1] == {}
+    assert (await bench.publish())[1] == {"engine-1"}
     assert staged(bench.servers) == [[], [(4, None)]] and bench.sink.names() == ["staging_failed"]
     assert [server.version for server in bench.servers] == ["4", "4"]
 
@@ -74,14 +81,14 @@ async def test_engines_at_the_base_get_what_changed_and_others_everything() -> N
     """Two engines at different versions: one stages the delta, the other complete weights, written once for it."""
     bench = Bench(DELTA)
     bench.engines[1].state.verified(2)
-    snapshot, failures = await bench.publish()
-    assert (snapshot.base_version, snapshot.bytes, snapshot.full_bytes) == (3, 8, 80) and failures == {}
+    snapshot, ready = await bench.publish()
+    assert (snapshot.base_version, snapshot.bytes, snapshot.full_bytes) == (3, 8, 80) and ready == BOTH
     assert staged(bench.servers) == [[(4, 3)], [(4, None)]]
     assert bench.trainer.published == [4] and bench.sink.events[0][0] == "delta_not_applied"
 
 
 async def test_a_delta_that_is_refused_is_followed_by_everything() -> None:
-    """Any mismatch at the engine falls back to complete weights, before the pause where it can stage those."""
+    """Any mismatch at the engine falls back to complete weights, which it stages where it can."""
     bench = Bench(DELTA)
     bench.servers[0].can_stage = False  # as SGLang
     refuse: Any = bench.servers[1]
@@ -93,7 +100,7 @@ async def test_a_delta_that_is_refused_is_followed_by_everything() -> None:
         return bool(await first(snapshot))
 
     refuse.stage = stage
-    assert (await bench.publish())[1] == {}
+    assert (await bench.publish())[1] == {"engine-1"}
     assert staged(bench.servers) == [[], [(4, None)]] and bench.trainer.published == [4]
     assert [server.version for server in bench.servers] == ["4", "4"]
 
@@ -107,23 +114,23 @@ async def test_a_new_engine_gets_everything_without_staging() -> None:
 
 
 async def test_complete_weights_that_cannot_be_written_fail_those_engines_alone() -> None:
-    """The engine that staged the delta serves it; for the other one nothing was sent, and that is what is said."""
+    """The engine that staged the delta has it; to the other one nothing was sent, and that is what is said."""
     bench = Bench(DELTA)
 
     async def full(version: int, path: str) -> int:
         raise CheckpointError("no space")
 
     snapshot = await bench.transfer.export(4, "path")
-    await bench.transfer.stage(bench.engines[:1], snapshot)
+    assert await bench.transfer.stage(bench.engines[:1], snapshot) == {"engine-0"}
     bench.trainer.export_published = full
-    failures = await bench.transfer.load(bench.engines, snapshot)
+    failures = await bench.transfer.load(bench.engines[1:], snapshot)
     assert list(failures) == ["engine-1"] and isinstance(failures["engine-1"], NotSent)
-    assert [server.version for server in bench.servers] == ["4", "default"]
+    assert [server.version for server in bench.servers] == ["default", "default"]
 
 
 async def test_complete_exports_need_nothing_more() -> None:
     """Where the trainer wrote everything, as at the start, no second file is asked for."""
     bench = Bench(DELTA)
     bench.trainer.base = None
-    snapshot, failures = await bench.publish()
-    assert snapshot.checksums == CHECKSUMS and failures == {} and bench.trainer.published == []
+    snapshot, ready = await bench.publish()
+    assert snapshot.checksums == CHECKSUMS and ready == BOTH and bench.trainer.published == []

@@ -23,7 +23,7 @@ BEGIN: dict[str, tuple[str | None, int]] = {
     "verify_nothing": ("updates", 0),
     "torn_goes_on": ("updates", 0),
     "quarantine_routes": ("updates", 0),
-    "answers_of_doubtful_engines": ("updates", 150),
+    "answers_of_doubtful_engines": ("updates", 250),
     "rollback_skipped": ("controller", 0),
     "lease_ignored": ("controller", 0),
     "older_end_resumes_newer": ("network", 20),

@@ -12,9 +12,10 @@ import pytest
 from tests.engine_models import saved_model
 
 from hybridasync.engine import weights
-from hybridasync.engine.schema import InstallStagedBody, StageWeightsBody, UpdateFromDiskBody
+from hybridasync.engine.schema import StageWeightsBody, SwitchBody, UpdateFromDiskBody
 from hybridasync.engine.server import _parser, build_service
 from hybridasync.engine.service import EngineService
+from hybridasync.weights.checksums import overall
 
 
 @pytest.fixture
@@ -54,7 +55,9 @@ async def test_there_are_never_three_sets_of_weights(
         assert (await service.stage(body))[0]
 
     async def switch(seed: int) -> None:
-        assert (await service.install_staged(InstallStagedBody(weight_version=str(seed))))[0]
+        assert service._staged is not None
+        body = SwitchBody(weight_version=str(seed), checksum=overall(service._staged[2].checksums()))
+        assert isinstance(await service.switch(body), dict)
 
     with anyio.fail_after(30):
         await stage(2)

@@ -17,8 +17,10 @@ from hybridasync.errors import (
     Rejected,
     RemoteProtocolError,
 )
+from hybridasync.protocol.delivery import may_have_happened
 from hybridasync.transport.sglang import ServerVersion, SglangServer, parse_completion, version_number
-from hybridasync.types import SamplingParams, VersionSpan, WeightSnapshot
+from hybridasync.types import SamplingParams, ServedWeights, VersionSpan, WeightSnapshot
+from hybridasync.weights.checksums import overall
 
 PARAMS = SamplingParams(max_new_tokens=8, temperature=0.7, n=2, stop_token_ids=(2,))
 SNAPSHOT = WeightSnapshot(version=3, path="/snapshots/3", checksums={}, bytes=1, prepare_s=0.0)
@@ -227,39 +229,35 @@ async def test_a_server_that_cannot_stage_is_asked_once(fake: FakeEngine, engine
 
 
 async def test_what_was_staged_is_only_switched_to(fake: FakeEngine, engine: SglangServer) -> None:
-    """The base goes along when the snapshot is a delta; the switch names the version alone."""
+    """The base goes along when the snapshot is a delta; the switch names version and checksums."""
     fake.can_stage = True
+    fake.bodies["/switch_weights"] = {
+        "success": True,
+        "ranks": [{"checksums": {"a": "1"}}],
+        "weight_version": "3",
+        "paused_s": 0.25,
+    }
     assert await engine.stage(replace(SNAPSHOT, base_version=2))
-    await engine.update_weights(SNAPSHOT)
+    for mode in ("drain", "abort"):
+        assert await engine.switch(SNAPSHOT, mode) == ServedWeights("3", {"a": "1"}, 0.25)  # type: ignore[arg-type]
+    checksum = overall(SNAPSHOT.checksums)
     assert fake.calls == [
         ("/stage_weights", {"model_path": "/snapshots/3", "weight_version": "3", "base_version": "2"}),
-        ("/install_staged_weights", {"weight_version": "3", "flush_cache": True}),
+        ("/switch_weights", {"weight_version": "3", "checksum": checksum, "mode": "retract"}),
+        ("/switch_weights", {"weight_version": "3", "checksum": checksum, "mode": "abort"}),
     ]
 
 
-async def test_a_staged_version_that_is_gone_is_loaded(fake: FakeEngine, engine: SglangServer) -> None:
-    """The engine was started anew between the two: complete weights are loaded, a delta is refused."""
+@pytest.mark.parametrize("answer", [{}, {"weight_version": "3"}, {"weight_version": "3", "paused_s": "soon"}])
+async def test_a_switch_whose_answer_makes_no_sense_is_no_switch(
+    fake: FakeEngine, engine: SglangServer, answer: dict[str, object]
+) -> None:
+    """Nobody can say what it serves: no refusal, but an outcome that is unknown."""
     fake.can_stage = True
-    for base, paths in ((None, ["/update_weights_from_disk"]), (2, [])):
-        snapshot = replace(SNAPSHOT, base_version=base)
-        assert await engine.stage(snapshot)
-        fake.calls.clear()
-        fake.faults["/install_staged_weights"] = [400]
-        if base is None:
-            await engine.update_weights(snapshot)
-        else:
-            with pytest.raises(Rejected):
-                await engine.update_weights(snapshot)
-        assert [path for path, _ in fake.calls] == ["/install_staged_weights", *paths]
-
-
-async def test_a_new_process_has_nothing_staged(fake: FakeEngine, engine: SglangServer, url: str) -> None:
-    """After `moved`, to the same address too, what was staged before is loaded."""
-    fake.can_stage = True
-    assert await engine.stage(SNAPSHOT)
-    await engine.moved(url)
-    await engine.update_weights(SNAPSHOT)
-    assert fake.calls[-1][0] == "/update_weights_from_disk"
+    fake.bodies["/switch_weights"] = {"success": True, **answer}
+    with pytest.raises(RemoteProtocolError) as caught:
+        await engine.switch(SNAPSHOT, "retract")
+    assert may_have_happened(caught.value)
 
 
 async def test_what_is_read_back_is_of_one_moment_where_the_server_says_so(
@@ -269,25 +267,8 @@ async def test_what_is_read_back_is_of_one_moment_where_the_server_says_so(
     fake.version = "5"
     answer = {"ranks": [{"checksums": {"a": "1"}}]}
     fake.bodies["/weights_checker"] = answer
-    assert await engine.read_back() == ("5", {"a": "1"})
+    assert await engine.read_back() == ServedWeights("5", {"a": "1"})
     assert [path for path, _ in fake.calls] == ["/weights_checker", "/model_info"]
     fake.bodies["/weights_checker"] = {**answer, "weight_version": "6"}
-    assert await engine.read_back() == ("6", {"a": "1"})
+    assert await engine.read_back() == ServedWeights("6", {"a": "1"})
     assert [path for path, _ in fake.calls][2:] == ["/weights_checker"]
-
-
-async def test_the_answer_of_a_switch_is_the_reading_back(fake: FakeEngine, engine: SglangServer) -> None:
-    """What the engine says of its weights right after it switched is asked for once; after that it is asked anew."""
-    fake.can_stage, fake.version = True, "3"
-    served = {"success": True, "ranks": [{"checksums": {"a": "1"}}], "weight_version": "3"}
-    fake.bodies["/install_staged_weights"] = served
-    fake.bodies["/weights_checker"] = {**served, "weight_version": "9"}
-    await engine.stage(SNAPSHOT)
-    await engine.update_weights(SNAPSHOT)
-    assert await engine.read_back() == ("3", {"a": "1"})
-    assert await engine.read_back() == ("9", {"a": "1"})
-    assert [path for path, _ in fake.calls] == ["/stage_weights", "/install_staged_weights", "/weights_checker"]
-    await engine.stage(SNAPSHOT)
-    await engine.update_weights(SNAPSHOT)
-    await engine.moved(engine.base_url)
-    assert await engine.read_back() == ("9", {"a": "1"})

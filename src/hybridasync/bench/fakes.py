@@ -15,6 +15,7 @@ from hybridasync.types import (
     PauseMode,
     Prompt,
     SamplingParams,
+    ServedWeights,
     SidecarStatus,
     StepResult,
     TrainBatch,
@@ -44,7 +45,11 @@ class FreeServer:
     async def abort(self, rid: str) -> None: ...
 
     async def stage(self, snapshot: WeightSnapshot) -> bool:
-        return True
+        return False
+
+    async def switch(self, snapshot: WeightSnapshot, mode: PauseMode) -> ServedWeights:
+        await self.update_weights(snapshot)
+        return await self.read_back()
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         await anyio.lowlevel.checkpoint()
@@ -58,8 +63,8 @@ class FreeServer:
         await anyio.lowlevel.checkpoint()
         return CHECKSUMS
 
-    async def read_back(self) -> tuple[str, Mapping[str, str]]:
-        return await self.weight_version(), await self.checksums()
+    async def read_back(self) -> ServedWeights:
+        return ServedWeights(await self.weight_version(), await self.checksums())
 
     async def in_flight(self) -> int:
         return 0
@@ -105,7 +110,8 @@ class FreeTransfer:
     async def written(self, snapshot: WeightSnapshot) -> WeightSnapshot:
         return snapshot
 
-    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None: ...
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> frozenset[str]:
+        return frozenset()
 
     async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
         for engine in engines:

@@ -1,16 +1,19 @@
 """The publication saga: pause, swap, verify, resume. Each pause that may have happened is followed by a resume.
 
-    export, write, stage ─▶ hold gate ─▶ incur debts ─▶ pause all ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit
+    export, write, stage ─▶ hold gate ─▶ switch those that staged ─────────────────────▶ verify ─▶ re-admit
+                                 └─▶ the others: incur debts ─▶ pause ─▶ load ─▶ verify ─▶ [always] end all ─▶ re-admit
                                                                                                   └─▶ workers: decide
 
-What can be done while the engines generate (export, write, stage) is done before the pause; `transfer.py` has how. With
-`publication.blocking` nothing is: pause all ─▶ export ─▶ load ─▶ verify, as systems do that this one is compared with.
+What can be done while the engines generate (export, write, stage) is done before; `transfer.py` has how. An engine that
+has staged the weights changes to them between two tokens, in one request: nothing is paused, and nothing is owed. With
+`publication.blocking` all is done under a pause: pause all ─▶ export ─▶ load ─▶ verify, as systems do that this one is
+compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -18,6 +21,7 @@ from anyio.abc import TaskGroup
 
 from hybridasync.config.publication import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
+from hybridasync.drivers.switch import doubt_of, marked, switch
 from hybridasync.drivers.transfer import Transfer
 from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed, Rejected, TrainerError
 from hybridasync.ports import Journal, MetricSink, Trainer
@@ -43,13 +47,16 @@ class _Saga:
     """What one publication has found out so far."""
 
     txn: str
-    engines: tuple[Engine, ...]
+    engines: tuple[Engine, ...]  # to be paused
     mode: PauseMode
+    begun_at: float
     paused: list[Engine] = field(default_factory=list)
     verified: list[Engine] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)  # engine → what went wrong
     touched: set[str] = field(default_factory=set)  # engines whose weights may have changed
     may_load_late: set[str] = field(default_factory=set)  # engines that may still change them, whatever is done now
+    switch_s: float = 0.0
+    switch_paused_s: float = 0.0  # as the engines say, the longest
     asked_at: float = 0.0
     paused_at: float = 0.0
     loaded_at: float = 0.0
@@ -161,14 +168,16 @@ class Publisher:
     async def _bring_to_all(self, order: _Order, snapshot: WeightSnapshot | None) -> PublicationResult:
         """`snapshot` None: it is exported under the pause."""
         times = _Times(order.started, anyio.current_time())
-        if snapshot is not None:
-            await self._parts.transfer.stage(self._present(), snapshot)
+        staged = frozenset() if snapshot is None else await self._parts.transfer.stage(self._present(), snapshot)
         times.staged = anyio.current_time()
         with self._parts.fleet.held():
             await self._drain(order.version)
             saga = self._begin(self._present(), self._mode)
             self._latest = snapshot or self._latest
-            snapshot = await self._swap_under_pause(saga, order if snapshot is None else snapshot)
+            if snapshot is not None:
+                await self._switch(saga, snapshot, staged)
+            if snapshot is None or saga.engines:
+                snapshot = await self._swap_under_pause(saga, order if snapshot is None else snapshot)
             self._readmit(saga, order.version)
             if saga.verified and order.before_sampling is not None:
                 await order.before_sampling()
@@ -214,7 +223,7 @@ class Publisher:
         return tuple(engine for engine in self._parts.fleet.engines if not engine.state.absent)
 
     def _begin(self, engines: tuple[Engine, ...], mode: PauseMode) -> _Saga:
-        return _Saga(self._next_txn(), engines, mode, asked_at=anyio.current_time())
+        return _Saga(self._next_txn(), engines, mode, begun_at=anyio.current_time())
 
     async def _drain(self, version: int) -> None:
         if self._mode == "drain":
@@ -226,9 +235,20 @@ class Publisher:
                 detail = f"requests were still in flight after publication.drain_timeout_s = {limit:g} s"
                 raise PublicationFailed(version, live, [], detail=detail)
 
+    async def _switch(self, saga: _Saga, snapshot: WeightSnapshot, staged: frozenset[str]) -> None:
+        """Those of `staged`. One that certainly hasn't switched stays among the engines to be paused."""
+        ready = [engine for engine in saga.engines if engine.name in staged]
+        with marked(ready):
+            switched = await switch(ready, snapshot, saga.mode, fleet=self._parts.fleet, sink=self._parts.sink)
+        saga.verified += switched.verified
+        saga.failures |= switched.doubts
+        settled = {*switched.doubts, *(engine.name for engine in switched.verified)}
+        saga.engines = tuple(engine for engine in saga.engines if engine.name not in settled)
+        saga.switch_paused_s, saga.switch_s = switched.paused_s, anyio.current_time() - saga.begun_at
+
     async def _swap_under_pause(self, saga: _Saga, what: WeightSnapshot | _Order) -> WeightSnapshot:
         """Answers the snapshot, which for an order is made meanwhile."""
-        with _marked(saga.engines):
+        with marked(saga.engines):
             self._incur(saga.engines, saga.txn)
             saga.asked_at = anyio.current_time()
             try:
@@ -294,11 +314,7 @@ class Publisher:
     async def _verify(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
         """Version and checksum read back; any doubt means torn (R55, U15)."""
         try:
-            version, sums = await engine.server.read_back()
-            if version != str(snapshot.version):
-                saga.failures[engine.name] = f"serves version {version}, not {snapshot.version}"
-                return
-            differing = _differing(sums, snapshot.checksums)
+            doubt = doubt_of(await engine.server.read_back(), snapshot)
             await engine.sidecar.renew(saga.txn, self._settings.lease_s)  # only a pause that still holds can be renewed
         except Rejected as error:
             saga.failures[engine.name] = f"verify: the pause ended during the swap, or the engine refuses: {error}"
@@ -306,8 +322,8 @@ class Publisher:
         except EngineError as error:
             saga.failures[engine.name] = f"verify: {error}"
             return
-        if differing:
-            saga.failures[engine.name] = f"checksum differs for {', '.join(differing[:3])} ({len(differing)} in all)"
+        if doubt:
+            saga.failures[engine.name] = doubt
         else:
             saga.verified.append(engine)
 
@@ -423,35 +439,18 @@ class Publisher:
         return txn
 
 
-@contextmanager
-def _marked(engines: Sequence[Engine]) -> Iterator[None]:
-    """A probe that meets this says nothing about the engine (C11); monitoring goes on whatever happens here."""
-    for engine in engines:
-        engine.state.swaps += 1
-    try:
-        yield
-    finally:
-        for engine in engines:
-            engine.state.swaps += 1
-
-
-def _differing(left: Mapping[str, str], right: Mapping[str, str]) -> list[str]:
-    """Names whose checksums differ, or that only one side has."""
-    return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
-
-
 def _result(saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, times: _Times) -> PublicationResult:
     return PublicationResult(
         version=snapshot.version,
         step=step,
         engines=tuple(engine.name for engine in saga.verified),
         prepare_s=times.staged - times.started,
-        drain_s=saga.asked_at - times.staged,
+        drain_s=saga.begun_at - times.staged,
         wait_s=max(0.0, saga.paused_at - saga.asked_at),
-        transfer_s=max(0.0, saga.loaded_at - saga.paused_at),
+        transfer_s=saga.switch_s + max(0.0, saga.loaded_at - saga.paused_at),
         verify_s=max(0.0, saga.verified_at - saga.loaded_at),
         resume_s=max(0.0, saga.resumed_at - saga.verified_at),
-        pause_s=max(0.0, saga.resumed_at - saga.asked_at),
+        pause_s=max(saga.switch_paused_s, saga.resumed_at - saga.asked_at),
         bytes=snapshot.bytes,
         degraded=bool(saga.failures),
         export_s=saga.late_export_s or times.exported - times.started,

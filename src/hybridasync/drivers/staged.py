@@ -1,8 +1,8 @@
-"""Weights that engines prepare while they generate, complete or as what changed: the pause is the switch alone.
+"""Weights that engines prepare while they generate, complete or as what changed: they only switch then.
 
-    export ─▶ stage: [delta where the engine holds its base] ─▶ [complete where that failed] ─▶ load: switch
+    export ─▶ stage: [delta where the engine holds its base] ─▶ [complete where that failed] ─▶ switch
 
-Nothing here has to succeed: an engine that couldn't stage loads complete weights under the pause, as with DiskTransfer.
+Nothing here has to succeed: an engine that couldn't stage loads complete weights under a pause, as with DiskTransfer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,14 @@ from hybridasync.types import WeightSnapshot
 
 
 class StagedTransfer(DiskTransfer):
-    """A snapshot in shared memory or a shared folder that engines read before they are paused."""
+    """A snapshot in shared memory or a shared folder that engines read while they generate."""
 
     def __init__(self, trainer: Trainer, sink: MetricSink) -> None:
         super().__init__(trainer)
         self._trainer = trainer
         self._sink = sink
 
-    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
-        await self._staged(engines, snapshot)
-
-    async def _staged(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> set[str]:
-        """The names of the engines that have staged it."""
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> frozenset[str]:
         done: set[str] = set()
 
         async def stage(engine: Engine) -> None:
@@ -45,7 +41,7 @@ class StagedTransfer(DiskTransfer):
         async with anyio.create_task_group() as tasks:
             for engine in engines:
                 tasks.start_soon(stage, engine)
-        return done
+        return frozenset(done)
 
 
 class DeltaTransfer(StagedTransfer):
@@ -53,32 +49,26 @@ class DeltaTransfer(StagedTransfer):
 
     def __init__(self, trainer: Trainer, sink: MetricSink) -> None:
         super().__init__(trainer, sink)
-        self._ready: set[str] = set()  # engines that have staged the version that is being published
         self._whole: WeightSnapshot | None = None  # the last one of which complete weights were asked for
 
-    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
-        self._ready.clear()
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> frozenset[str]:
         base = snapshot.base_version
-        ready = await self._staged([e for e in engines if base is None or e.state.version == base], snapshot)
+        ready = await super().stage([e for e in engines if base is None or e.state.version == base], snapshot)
         left = [engine for engine in engines if engine.name not in ready]
         if base is not None and left:
             names = [engine.name for engine in left]
             self._sink.event("delta_not_applied", version=snapshot.version, base=base, engines=names)
-            ready |= await self._staged(left, await self._complete(snapshot))
-        self._ready = ready
+            ready |= await super().stage(left, await self._complete(snapshot))
+        return ready
 
     async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
-        """An engine that staged nothing, a new one say, needs complete weights where the snapshot has only changes."""
-        staged = [engine for engine in engines if engine.name in self._ready]
-        others = [engine for engine in engines if engine.name not in self._ready]
-        self._ready.clear()
-        failures = dict(await super().load(staged, snapshot))
-        if others:
-            try:
-                failures |= await super().load(others, await self._complete(snapshot))
-            except CheckpointError as error:
-                failures |= {engine.name: NotSent(engine.name, "load", str(error)) for engine in others}
-        return failures
+        """An engine that doesn't switch, a new one say, needs complete weights."""
+        if not engines:
+            return {}
+        try:
+            return await super().load(engines, await self._complete(snapshot))
+        except CheckpointError as error:
+            return {engine.name: NotSent(engine.name, "load", str(error)) for engine in engines}
 
     async def _complete(self, snapshot: WeightSnapshot) -> WeightSnapshot:
         """The same version with complete weights at its path. Raises CheckpointError if they can't be written."""

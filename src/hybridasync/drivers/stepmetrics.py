@@ -112,7 +112,7 @@ class StepRow:
             return publication.drain_s
         if self._held_since is None:
             return 0.0
-        drained_at = self._served_at - publication.pause_s
+        drained_at = self._served_at - publication.swap_s
         return min(publication.drain_s, max(0.0, drained_at - self._held_since))
 
     def _add_rates(self) -> None:

@@ -1,6 +1,6 @@
 """How weights get from the trainer to the engines: the part of a publication that differs by transport.
 
-export ─▶ stage   (engines generate)   ─▶   load   (engines paused)
+export ─▶ stage   (engines generate)   ─▶   load   (engines that staged nothing, paused)
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Transfer(Protocol):
         """The same, with its files and checksums."""
         ...
 
-    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
-        """What can be done while the engines generate. An engine for which it fails is loaded in full later."""
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> frozenset[str]:
+        """What can be done while the engines generate: the names of those that can switch to the snapshot then."""
         ...
 
     async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
@@ -51,8 +51,9 @@ class DiskTransfer:
     async def written(self, snapshot: WeightSnapshot) -> WeightSnapshot:
         return await self._trainer.write_weights(snapshot.version, snapshot.path) if snapshot.pending else snapshot
 
-    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> None:
+    async def stage(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> frozenset[str]:
         """Nothing: SGLang reads and installs in one call."""
+        return frozenset()
 
     async def load(self, engines: Sequence[Engine], snapshot: WeightSnapshot) -> Mapping[str, EngineError]:
         failures: dict[str, EngineError] = {}

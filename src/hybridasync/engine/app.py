@@ -153,11 +153,10 @@ async def _stage(service: EngineService, request: Request) -> Response:
     return outcome(*await service.stage(await _body(request, schema.StageWeightsBody)))
 
 
-async def _install_staged(service: EngineService, request: Request) -> Response:
+async def _switch(service: EngineService, request: Request) -> Response:
     """Not SGLang's. The answer has what `/weights_checker` would say now: a publication needn't ask once more."""
-    success, message = await service.install_staged(await _body(request, schema.InstallStagedBody))
-    served = await service.check_weights(None) if success else {}
-    return JsonResponse({**served, "success": success, "message": message}, status_code=200 if success else 400)
+    served = await service.switch(await _body(request, schema.SwitchBody))
+    return outcome(False, served) if isinstance(served, str) else JsonResponse(served)
 
 
 async def _begin_update(service: EngineService, request: Request) -> Response:
@@ -240,7 +239,7 @@ _ROUTES: tuple[tuple[str, tuple[str, ...], Handler], ...] = (
     ("/init_weights_update_group", ("POST",), _join_group),
     ("/destroy_weights_update_group", ("POST",), _leave_group),
     ("/stage_weights", ("POST",), _stage),
-    ("/install_staged_weights", ("POST",), _install_staged),
+    ("/switch_weights", ("POST",), _switch),
     ("/begin_weight_update", ("POST",), _begin_update),
     ("/update_weights_from_distributed", ("POST",), _update_from_distributed),
     ("/update_weights_from_tensor", ("POST",), _update_from_tensor),

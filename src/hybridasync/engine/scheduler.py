@@ -143,6 +143,16 @@ class Scheduler:
             return False, NOT_FLUSHED
         return True, "Succeeded to update model weights."
 
+    def switch(self, weights: Weights, *, version: str, mode: PauseMode) -> float:
+        """Pause, install and resume between two tokens; answers the seconds. Somebody's pause stays as it is."""
+        begun, running = time.perf_counter(), self.paused is None
+        if running:
+            self.pause(mode)
+        self.install(weights, version=version, flush=False)
+        if running:
+            self.resume()
+        return time.perf_counter() - begun
+
     def flush(self) -> bool:
         """False if requests run, or wait without a pause. There is no cache of prefixes to empty."""
         return self.rows.alive == 0 and (not self.waiting or self.paused is not None)

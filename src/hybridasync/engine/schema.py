@@ -113,9 +113,12 @@ class StageWeightsBody(Body):
     base_version: str | None = None
 
 
-class InstallStagedBody(Body):
+class SwitchBody(Body):
+    """`checksum` of all parameters together, as `weights.checksums.overall` has it."""
+
     weight_version: str
-    flush_cache: bool = True
+    checksum: str
+    mode: Literal["abort", "retract"] = "retract"
 
 
 class UpdateFromTensorBody(Body):

@@ -20,10 +20,10 @@ from hybridasync.engine.loop import DecoderThread
 from hybridasync.engine.requests import Group, Sampling
 from hybridasync.engine.scheduler import Loads, PauseMode, Scheduler
 from hybridasync.engine.schema import (
-    InstallStagedBody,
     JoinGroupBody,
     ModelLimits,
     StageWeightsBody,
+    SwitchBody,
     UpdateFromDiskBody,
     UpdateFromDistributedBody,
     UpdateFromTensorBody,
@@ -224,18 +224,25 @@ class EngineService:
             self._staged = (body.weight_version, body.model_path, weights)
             return True, f"Weights are staged as version {body.weight_version}."
 
-    async def install_staged(self, body: InstallStagedBody) -> Outcome:
-        """Switch to what was staged: one assignment between two tokens, whatever the size of the model."""
+    async def switch(self, body: SwitchBody) -> dict[str, Any] | str:
+        """Change to what was staged: one assignment between two tokens, whatever the size of the model.
+
+        Answers what serves now, and `paused_s`; or why nothing has changed. What was staged by another controller, or
+        isn't what this one made, is refused: a request that was held up on its way does no harm.
+        """
         async with self._updating:
             if self._staged is None or self._staged[0] != body.weight_version:
                 found = "nothing" if self._staged is None else f"version {self._staged[0]}"
-                return False, f"Version {body.weight_version} isn't staged; {found} is."
+                return f"Version {body.weight_version} isn't staged; {found} is."
             version, path, weights = self._staged
+            if overall(weights.checksums()) != body.checksum:
+                return f"What is staged as version {version} isn't what was published: its checksums differ."
             self._staged, self._retired = None, self._scheduler.weights
-            success, message = await self._install(weights, version=version, flush=body.flush_cache)
-            if success:
-                self.model_path = path
-            return success, message
+            paused_s = await self._call(lambda scheduler: scheduler.switch(weights, version=version, mode=body.mode))
+            self.weight_version, self.model_path = version, path
+            if not self.paused:
+                self._release()
+            return {**await self.check_weights(None), "paused_s": paused_s}
 
     async def update_version(self, version: str, *, abort_all: bool) -> None:
         if abort_all:

@@ -17,8 +17,8 @@ from hybridasync.drivers.publish import Publisher, PublishParts
 from hybridasync.drivers.recovery import Recovery
 from hybridasync.drivers.resume_rollout import Orders, resume_engines
 from hybridasync.drivers.rollout import Rollout, RolloutParts
+from hybridasync.drivers.staged import transfer_by_disk
 from hybridasync.drivers.training import LoopParts, TrainingLoop
-from hybridasync.drivers.transfer import DiskTransfer
 from hybridasync.errors import CompensationFailed, EngineError
 from hybridasync.protocol.debts import Debts
 from hybridasync.protocol.ledger import RolloutLedger
@@ -134,9 +134,10 @@ class Controller:
         limits = Limits(config.rollout.max_response_tokens, CONTEXT_LENGTH)
         rollout = Rollout(config, ledger, RolloutParts(fleet, SimSource(), reward, reward, world.record, limits))
         journal = SimJournal(world.disk, self._life)
+        transfer = transfer_by_disk(config.publication, trainer, world.record)
         publisher = Publisher(
             config.publication,
-            PublishParts(fleet, trainer, DiskTransfer(trainer), journal=journal, debts=debts, sink=world.record),
+            PublishParts(fleet, trainer, transfer, journal=journal, debts=debts, sink=world.record),
             session=self._session,
             mode=config.publication.pause_mode or "retract",
         )

@@ -15,7 +15,7 @@ import anyio
 
 from hybridasync.drivers.notify import Changed
 from hybridasync.errors import EngineError, NotSent, OutcomeUnknown, Rejected
-from hybridasync.types import Completion, PauseMode, SamplingParams, VersionSpan, WeightSnapshot
+from hybridasync.types import Completion, PauseMode, SamplingParams, ServedWeights, VersionSpan, WeightSnapshot
 
 PARAMETERS = ("embedding", "layer", "head")
 TORN = 7
@@ -60,6 +60,7 @@ class SimEngine:
         self.label = "default"
         self.weights = checksums_of(0)
         self.loaded: list[int] = []  # versions, in the order in which they were completely loaded
+        self.staged: tuple[int, dict[str, str]] | None = None
         self.on_resume: Callable[[], None] = lambda: None
         self._speed = speed
         self._rng = rng
@@ -133,17 +134,34 @@ class SimEngine:
             await self._answering()
             return dict(self.weights)
 
+    async def stage(self, snapshot: WeightSnapshot) -> None:
+        with self._call("stage"):
+            await self._answering()
+            self.staged = None
+            applied = self._read("stage", snapshot)
+            await anyio.sleep(self._speed.load_s)
+            if self.tears:
+                self.tears -= 1
+                raise OutcomeUnknown(self.name, "stage", "HTTP 500 out of memory")
+            self.staged = snapshot.version, applied
+
+    async def switch(self, snapshot: WeightSnapshot) -> ServedWeights:
+        """To what was staged, all at once."""
+        with self._call("switch"):
+            await self._answering()
+            if self.staged != (snapshot.version, dict(snapshot.checksums)):
+                raise Rejected(self.name, "switch", 400, detail="it isn't staged")
+            self.weights, self.staged = dict(snapshot.checksums), None
+            self.label = str(snapshot.version)
+            self.loaded.append(snapshot.version)
+            return ServedWeights(self.label, dict(self.weights))
+
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         """Parameter by parameter: killed, cancelled or failing half-way it is torn."""
         with self._call("update_weights"):
             await self._answering()
-            if not self._snapshots(snapshot.path):
-                raise Rejected(self.name, "update_weights", 400, detail="no such folder")
-            applied = dict(snapshot.checksums)
-            if self.drops:
-                self.drops -= 1
-                applied.pop("layer")
-            for name, checksum in applied.items():
+            self.staged = None
+            for name, checksum in self._read("update_weights", snapshot).items():
                 await anyio.sleep(self._speed.load_s / len(snapshot.checksums))
                 self.weights[name] = checksum
                 if self.tears:
@@ -185,6 +203,15 @@ class SimEngine:
             await anyio.sleep(self._speed.token_s)
             if not self.paused:
                 return
+
+    def _read(self, operation: str, snapshot: WeightSnapshot) -> dict[str, str]:
+        if not self._snapshots(snapshot.path):
+            raise Rejected(self.name, operation, 400, detail="no such folder")
+        found = dict(snapshot.checksums)
+        if self.drops:
+            self.drops -= 1
+            found.pop("layer")
+        return found
 
     def _token(self) -> int:
         version = int(self.weights[PARAMETERS[0]].partition("@")[2])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import MappingProxyType
+from contextlib import contextmanager, suppress
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import anyio
 
+from hybridasync.drivers import publish
 from hybridasync.drivers.fleet import Engine, Fleet
 from hybridasync.drivers.publish import Publisher
+from hybridasync.drivers.switch import Switched
 from hybridasync.errors import EngineError
 from hybridasync.protocol.debts import Debts
 from hybridasync.protocol.decisions import Decisions
@@ -19,7 +21,7 @@ from hybridasync.protocol.transaction_id import TransactionId
 from hybridasync.protocol.transactions import Action, TransactionMachine
 from hybridasync.sidecar.control import Control
 
-Replacement = tuple[type, str, Callable[..., Any]]
+Replacement = tuple[type | ModuleType, str, Callable[..., Any]]
 
 
 async def _pause_abandoned(self: Any, engine: Engine, saga: Any, leases: Any) -> None:
@@ -185,6 +187,14 @@ def _routes_to_all(self: EngineState, reason: str, remedy: Remedy | None = None)
     self.reason = reason
 
 
+async def _switch_believed(engines: Sequence[Engine], snapshot: Any, mode: Any, **_: Any) -> Switched:
+    """An engine that was told to switch serves the new weights."""
+    for engine in engines:
+        with suppress(EngineError):
+            await engine.server.switch(snapshot, mode)
+    return Switched(verified=list(engines))
+
+
 async def _bring_up_blindly(self: Any, engine: Engine) -> None:
     """A new engine is routed to as it is."""
     if self._latest is not None:
@@ -216,6 +226,7 @@ MUTATIONS: Mapping[str, tuple[Replacement, ...]] = MappingProxyType(
         "verify_nothing": ((Publisher, "_verify", _verify_nothing),),
         "torn_goes_on": ((Publisher, "_quarantine_doubtful", _keep_doubtful),),
         "quarantine_routes": ((EngineState, "quarantine", _routes_to_all),),
+        "switch_believed": ((publish, "switch", _switch_believed),),
         "readmit_unverified": ((Publisher, "bring_up", _bring_up_blindly),),
         "debts_not_replayed": ((Debts, "owed", lambda self, txn=None: frozenset()),),
     }

@@ -17,7 +17,7 @@ from hybridasync.protocol.transactions import CapacityReachedError
 from hybridasync.sidecar.control import EngineDownError, NotHeldError
 from hybridasync.sim.engine import SimEngine
 from hybridasync.sim.node import SimNode
-from hybridasync.types import Completion, PauseMode, SamplingParams, SidecarStatus, WeightSnapshot
+from hybridasync.types import Completion, PauseMode, SamplingParams, ServedWeights, SidecarStatus, WeightSnapshot
 
 T = TypeVar("T")
 
@@ -98,11 +98,12 @@ class Network:
         timeout_s: float,
         life: Life,
         attended: bool,
+        repeatable: bool,
     ) -> T:
         """One request. Raises NotSent, OutcomeUnknown, or what the server answers.
 
-        An `attended` server stops, and compensates, when its client leaves, and may be called twice; the other kind
-        goes on.
+        An `attended` server stops, and compensates, when its client leaves; the other kind goes on. What is
+        `repeatable` may come twice, and after the death of its client.
         """
         life.check()
         fault = self._weather.draw(node.name)
@@ -114,12 +115,12 @@ class Network:
             await anyio.sleep(timeout_s)
             raise OutcomeUnknown(node.name, operation, "no answer")
         if fault == "late":
-            keep = Life() if attended else life
+            keep = Life() if repeatable else life
             self._tasks.start_soon(
                 partial(self._later, node, work, delay_s=self._weather.rng.uniform(0, LATE_S), life=keep)
             )
             raise OutcomeUnknown(node.name, operation, "connection reset")
-        if fault == "doubled" and attended:
+        if fault == "doubled" and repeatable:
             self._tasks.start_soon(partial(self._later, node, work, delay_s=self._weather.rng.uniform(0, 1), life=life))
         if fault == "slow":
             await anyio.sleep(self._weather.rng.uniform(0, SLOW_S))
@@ -227,7 +228,9 @@ class SimSidecar:
                 raise OutcomeUnknown(self.name, operation, f"HTTP 502 {error}") from error
 
         limit = self.timeout_s if timeout_s is None else timeout_s
-        return await self.network.call(self.node, operation, answered, timeout_s=limit, life=self.life, attended=True)
+        return await self.network.call(
+            self.node, operation, answered, timeout_s=limit, life=self.life, attended=True, repeatable=True
+        )
 
 
 @dataclass(slots=True)
@@ -257,8 +260,13 @@ class SimServer:
         await self._call("abort", lambda e: e.abort(rid))
 
     async def stage(self, snapshot: WeightSnapshot) -> bool:
-        """It loads under the pause, as SGLang does."""
-        return False
+        """False: it loads under the pause, as SGLang does."""
+        if self.node.stages:
+            await self._call("stage", lambda e: e.stage(snapshot), repeatable=True)
+        return self.node.stages
+
+    async def switch(self, snapshot: WeightSnapshot, mode: PauseMode) -> ServedWeights:
+        return await self._call("switch", lambda e: e.switch(snapshot), repeatable=True)
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
         await self._call("update_weights", lambda e: e.update_weights(snapshot))
@@ -269,8 +277,8 @@ class SimServer:
     async def checksums(self) -> Mapping[str, str]:
         return await self._call("checksums", lambda e: e.checksums())
 
-    async def read_back(self) -> tuple[str, Mapping[str, str]]:
-        return await self.weight_version(), await self.checksums()
+    async def read_back(self) -> ServedWeights:
+        return ServedWeights(await self.weight_version(), await self.checksums())
 
     async def in_flight(self) -> int:
         return await self._call("in_flight", lambda e: e.in_flight())
@@ -283,7 +291,12 @@ class SimServer:
         return True
 
     async def _call(
-        self, operation: str, work: Callable[[SimEngine], Awaitable[T]], timeout_s: float | None = None
+        self,
+        operation: str,
+        work: Callable[[SimEngine], Awaitable[T]],
+        timeout_s: float | None = None,
+        *,
+        repeatable: bool = False,
     ) -> T:
         engine = self.engine
         if engine is None:
@@ -294,5 +307,11 @@ class SimServer:
             raise NotSent(self.name, operation, "connection refused")
         limit = self.timeout_s if timeout_s is None else timeout_s
         return await self.network.call(
-            self.node, operation, lambda: work(engine), timeout_s=limit, life=self.life, attended=False
+            self.node,
+            operation,
+            lambda: work(engine),
+            timeout_s=limit,
+            life=self.life,
+            attended=False,
+            repeatable=repeatable,
         )

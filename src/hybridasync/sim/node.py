@@ -122,8 +122,9 @@ class SimHost:
 class SimNode:
     """One sidecar with its engine. `run` is the life of the sidecar's process; a killed one takes its engine along."""
 
-    def __init__(self, name: str, speed: Speed, rng: Random, *, snapshots: Callable[[str], bool]) -> None:
+    def __init__(self, name: str, speed: Speed, rng: Random, *, snapshots: Callable[[str], bool], stages: bool) -> None:
         self.name = name
+        self.stages = stages  # its engines prepare weights while they generate
         self.engines: list[SimEngine] = []
         self._speed = speed
         self._rng = rng

@@ -46,12 +46,12 @@ SETTLE_S = 150.0
 SCENARIOS: Mapping[str, tuple[str, ...]] = {
     "network": (),
     "engines": ("kill_engine", "freeze_engine", "stop_engine", "break_engine", "slow_pause"),
-    "updates": ("tear_update", "drop_tensor"),
+    "updates": ("tear_update", "drop_tensor", "slow_pause"),
     "sidecars": ("kill_sidecar", "partition"),
     "controller": ("kill_controller", "kill_in_publication", "interrupt_controller", "fill_disk"),
     "workers": ("lose_worker",),
 }
-EVENTS = tuple(event for events in SCENARIOS.values() for event in events)
+EVENTS = tuple(dict.fromkeys(event for events in SCENARIOS.values() for event in events))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Plan:
     """What a seed has in store."""
 
     config: Config
-    engines: int
+    stages: tuple[bool, ...]  # by engine: whether it can prepare weights, and switch to them
     chances: Mapping[Fault, float]
     events: tuple[tuple[float, str], ...]  # time, kind
     lose_at: frozenset[int]
@@ -91,12 +91,18 @@ def draw_plan(rng: Random, scenario: str | None = None) -> Plan:
     lose = rng.sample(range(steps), 1) if "lose_worker" in kinds and rng.random() < 0.5 else []
     return Plan(
         _config(rng, steps),
-        engines=rng.randint(1, 3),
+        stages=_draw_stages(rng),
         chances=chances,
         events=tuple((at, rng.choice(happen)) for at in times),
         lose_at=frozenset(lose),
         outage_s=rng.choice((RESTART_S, RESTART_S, OUTAGE_S)),
     )
+
+
+def _draw_stages(rng: Random) -> tuple[bool, ...]:
+    """Half of the worlds pause every engine, a quarter none, a quarter some."""
+    engines, kind = rng.randint(1, 3), rng.choice(("none", "none", "all", "some"))
+    return tuple(kind == "all" or (kind == "some" and rng.random() < 0.5) for _ in range(engines))
 
 
 def _config(rng: Random, steps: int) -> Config:
@@ -162,8 +168,8 @@ class Story:
         self._fair = False
         self._controller: Controller | None = None
         self._nodes = [
-            SimNode(f"engine-{i}", Speed(), rng, snapshots=lambda path: path in self._disk.snapshots)
-            for i in range(plan.engines)
+            SimNode(f"engine-{i}", Speed(), rng, snapshots=lambda path: path in self._disk.snapshots, stages=stages)
+            for i, stages in enumerate(plan.stages)
         ]
 
     async def play(self) -> None:
@@ -280,7 +286,7 @@ class Story:
             self._controller.interrupt()
 
     async def _kill_in_publication(self) -> None:
-        """While an engine is paused, or its pause is on the way."""
+        """While an engine is paused, or its pause is on the way, or it has weights to switch to."""
         engines = [node.engine for node in self._nodes if node.engine is not None]
         for engine in engines:
             engine.pause_s = self._rng.choice((0.0, 1.0))
@@ -288,6 +294,8 @@ class Story:
             while True:  # the real sidecar tells nobody
                 await anyio.sleep(0.2)
                 if any(node.up and node.control.machine.state != "running" for node in self._nodes):
+                    break
+                if any(engine.staged is not None for engine in engines):
                     break
             await anyio.sleep(self._rng.uniform(0.0, 0.4))
         if self._controller is not None:

@@ -14,8 +14,17 @@ from typing import Any, Self, cast, get_args
 
 from hybridasync.errors import ConfigError, EngineError, LocalProtocolError, Rejected, RemoteProtocolError
 from hybridasync.http import Endpoint, bearer
-from hybridasync.types import Completion, FinishReason, SamplingParams, VersionSpan, WeightSnapshot
+from hybridasync.types import (
+    Completion,
+    FinishReason,
+    PauseMode,
+    SamplingParams,
+    ServedWeights,
+    VersionSpan,
+    WeightSnapshot,
+)
 from hybridasync.weights.buckets import Bucket
+from hybridasync.weights.checksums import overall
 
 INITIAL_VERSION = "default"
 """What SGLang calls the weights that it started with; our weight version 0."""
@@ -89,8 +98,6 @@ class SglangServer:
         self._timeouts = control_timeout_s, request_timeout_s
         self._samples: dict[str, int] = {}  # requests that may be running there → samples of each
         self._can_stage = True  # until it says that it has no such route
-        self._staged: int | None = None  # the version that it has prepared
-        self._installed: Any = None  # what it said of its weights right after it switched to them
         self._connect(base_url)
 
     async def __aenter__(self) -> Self:
@@ -103,7 +110,7 @@ class SglangServer:
 
     async def moved(self, base_url: str) -> None:
         """The engine was started anew, perhaps at another address. Nothing may be under way to the old one."""
-        self._can_stage, self._staged, self._installed = True, None, None
+        self._can_stage = True
         if base_url != self.base_url:
             await self._close()
             self._connect(base_url)
@@ -154,7 +161,6 @@ class SglangServer:
 
     async def stage(self, snapshot: WeightSnapshot) -> bool:
         """Let the engine read and check the snapshot while it generates. SGLang has no such route: False."""
-        self._staged = None
         if not self._can_stage:
             return False
         body = {"model_path": snapshot.path, "weight_version": str(snapshot.version)}
@@ -167,26 +173,30 @@ class SglangServer:
                 raise
             self._can_stage = False
             return False
-        self._staged = snapshot.version
         return True
 
+    async def switch(self, snapshot: WeightSnapshot, mode: PauseMode) -> ServedWeights:
+        """A drained engine retracts: a request that slips in is kept."""
+        body = {
+            "weight_version": str(snapshot.version),
+            "checksum": overall(snapshot.checksums),
+            "mode": "retract" if mode == "drain" else mode,
+        }
+        answer = await self._post("switch", "/switch_weights", body)
+        try:
+            version, paused_s = str(answer["weight_version"]), float(answer["paused_s"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise RemoteProtocolError(self.name, "switch", f"{type(error).__name__}: {error}") from error
+        return ServedWeights(version, self._sums_in(answer), paused_s)
+
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
-        """Switch to the snapshot where it is staged, else load it from its folder; drop the prefix cache.
+        """Load the snapshot from its folder; drop the prefix cache.
 
         After *any* error the weights have to be verified: SGLang answers 400 also when it loaded the weights but
         couldn't flush the cache, and an engine may be left half updated.
         """
-        staged, self._staged, self._installed = self._staged == snapshot.version, None, None
-        body = _closing(str(snapshot.version))
-        if staged:
-            try:
-                self._installed = await self._post("update_weights", "/install_staged_weights", body)
-            except Rejected:  # it has been started anew, say
-                if snapshot.base_version is not None:  # what lies at the path is not complete
-                    raise
-            else:
-                return
-        await self._post("update_weights", "/update_weights_from_disk", {"model_path": snapshot.path, **body})
+        body = {"model_path": snapshot.path, **_closing(str(snapshot.version))}
+        await self._post("update_weights", "/update_weights_from_disk", body)
 
     async def layout(self) -> ServerLayout:
         """Raises RemoteProtocolError where it has replicas or pipeline stages, whose ranks no group of ours counts."""
@@ -268,12 +278,12 @@ class SglangServer:
         """Parameter name → checksum; with several tensor-parallel ranks the names start with `rank<i>/`."""
         return self._sums_in(await self._check_weights())
 
-    async def read_back(self) -> tuple[str, Mapping[str, str]]:
-        """Version and checksums. The embedded engine says both at once, and right after a switch in its answer."""
-        answer, self._installed = self._installed or await self._check_weights(), None
+    async def read_back(self) -> ServedWeights:
+        """The embedded engine says version and checksums at once."""
+        answer = await self._check_weights()
         sums = self._sums_in(answer)
         version = answer.get("weight_version")
-        return version if isinstance(version, str) else await self.weight_version(), sums
+        return ServedWeights(version if isinstance(version, str) else await self.weight_version(), sums)
 
     async def _check_weights(self) -> Any:
         return await self._control.call_json(
