@@ -72,12 +72,8 @@ PROGRAMS = {
 """Module, and RANK in the environment."""
 
 WHO = ("launcher", "rank0", "worker", "sidecar", "engine")
-PAUSE, LOAD, CHECK, END = (
-    ("/v1/pause",),
-    ("/update_weights_from_disk", "/install_staged_weights"),
-    ("/v1/renew", "/weights_checker"),  # the answer to a switch says already what serves
-    ("/v1/end",),
-)
+PAUSE, LOAD, CHECK, END = ("/v1/pause",), ("/update_weights_from_disk",), ("/weights_checker",), ("/v1/end",)
+STAGE, SWITCH = ("/stage_weights",), ("/switch_weights",)
 PHASES = {
     "before pause": Point(PAUSE, passed_on=False),
     "pause sent": Point(PAUSE, passed_on=True),
@@ -87,6 +83,13 @@ PHASES = {
     "end sent": Point(END, passed_on=True),
 }
 """Where each phase begins, as the relay sees it. `before pause` begins with the export already, see `reach`."""
+
+SWITCHING = {
+    "staging": Point(STAGE, passed_on=True),
+    "before switch": Point(SWITCH, passed_on=False),
+    "switch sent": Point(SWITCH, passed_on=True),
+}
+"""The same where engines switch between two tokens."""
 
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 
@@ -138,11 +141,13 @@ class CellError(Exception):
 class World:
     """The rollout side, the relay before it, and one run at a time in `folder / run`.
 
-    `engines` 0: the run has an engine and a sidecar of its own, and there is no relay.
+    `engines` 0: the run has an engine and a sidecar of its own, and there is no relay. `staged`: engines prepare
+    weights and switch to them; else each publication pauses them.
     """
 
-    def __init__(self, folder: Path, *, engines: int = 2) -> None:
+    def __init__(self, folder: Path, *, engines: int = 2, staged: bool = False) -> None:
         self._engines = engines or 1
+        self._staged = staged
         self.folder = folder
         self.run_dir = folder / "run"
         self.side = RolloutSide(folder / "rollout", engines)
@@ -191,6 +196,7 @@ class World:
     def _recipe(self, sections: dict[str, dict[str, object]]) -> str:
         task = self.side.task
         places: dict[str, dict[str, object]] = {
+            "publication": {"staged": self._staged},
             "model": {"hf_checkpoint": str(task / "model")},
             "data": {"prompt_data": str(task / "train.jsonl")},
         }
@@ -303,7 +309,7 @@ class World:
             self._reach_own(phase)
             return None
         folder, before = self.run_dir / "weights", self._exports()
-        hold = self.gate.arm(PHASES[phase])
+        hold = self.gate.arm((PHASES | SWITCHING)[phase])
         deadline = time.monotonic() + REACH_S
         while not hold.reached.wait(0.002):
             if phase == "before pause" and folder.is_dir() and self._exports() > before:
@@ -348,7 +354,7 @@ class World:
     def check_settled(self) -> None:
         """No resume is owed but in a publication that is just under way."""
         records = JournalFile(self.run_dir / "journal.jsonl").replay()
-        newest = next(row["txn"] for row in reversed(records) if row["event"] == INCURRED)
+        newest = next((row["txn"] for row in reversed(records) if row["event"] == INCURRED), None)
         left = [debt for debt in Debts.replay(records).open if debt.txn != newest]
         if left:
             raise CellError(f"still owed: {left}, beside {newest}")

@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.system.chaos import END, LEASE_S, LOAD, PAUSE, PHASES, SIGNALS, WHO, Cell, World, strike
+from tests.system.chaos import END, LEASE_S, LOAD, PAUSE, PHASES, SIGNALS, SWITCHING, WHO, Cell, World, strike
+from tests.system.gate import Point
 from tests.system.rollout_side import TOKEN
 from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC
 
@@ -41,10 +42,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield found
 
 
-def some_cell(who: str) -> Cell:
-    """All phases but one and both signals are among those of one seed."""
+@pytest.fixture(scope="module")
+def switching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("switching"), staged=True) as found:
+        yield found
+
+
+def some_cell(who: str, among: Mapping[str, Point] = PHASES) -> Cell:
+    """All phases (of a pause: but one) and both signals are among those of one seed."""
     rng = random.Random(SEED)
-    phases, signals = rng.sample(list(PHASES), len(WHO)), [*SIGNALS, *SIGNALS, rng.choice(list(SIGNALS))]
+    phases = rng.sample([*among] * (1 if len(among) >= len(WHO) else 2), len(WHO))
+    signals = [*SIGNALS, *SIGNALS, rng.choice(list(SIGNALS))]
     rng.shuffle(signals)
     index = WHO.index(who)
     return Cell(who, phases[index], signals[index])
@@ -69,6 +77,14 @@ def test_c06_no_request_reaches_an_engine_between_its_pause_and_its_end(world: W
 def test_c33_engines_serve_again_and_the_run_goes_on_exactly(world: World, who: str) -> None:
     """No engine stays paused (R65, R110), nothing is left, and the run, resumed or not, trains on each prompt once."""
     verdict = strike(world, some_cell(who))
+    print(f"CHAOS_SEED={SEED}\n{verdict}")
+    assert not verdict.problem
+
+
+@pytest.mark.parametrize("who", WHO)
+def test_c33_a_switch_that_is_struck_leaves_no_engine_in_doubt(switching: World, who: str) -> None:
+    """The same where nothing is paused: at the staging, before the switch, while its answer is on the way."""
+    verdict = strike(switching, some_cell(who, SWITCHING))
     print(f"CHAOS_SEED={SEED}\n{verdict}")
     assert not verdict.problem
 

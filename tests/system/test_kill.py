@@ -154,9 +154,12 @@ def _saving(train: Train) -> bool:
 
 
 def _publishing(train: Train) -> bool:
+    """Weights are written that no engine is known to serve."""
     if not _training(train):
         return False
-    return b"pause_incurred" in (train.run_dir / "journal.jsonl").read_bytes().rstrip(b"\n").rpartition(b"\n")[2]
+    places = _places(train.run_dir.resolve(), None)
+    newest = max((int(p.name.partition("-")[2]) for place in places for p in place.glob("version-????????")), default=0)
+    return newest > max(row["version"] for row in train.rows("events") if row["event"] == "publication.completed")
 
 
 PHASES: dict[str, Callable[[Train], bool]] = {
