@@ -37,8 +37,8 @@ class PublicationSection(Section):
     staged: bool = Field(
         default=True,
         description=(
-            "engines prepare the new weights beside the old ones while they generate, and the pause is the switch "
-            "alone; engines that can't (SGLang) load under the pause"
+            "engines prepare the new weights beside the old ones while they generate, and switch between two tokens; "
+            "engines that can't (SGLang) load under a pause"
         ),
     )
     delta: bool = Field(

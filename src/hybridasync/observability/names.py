@@ -93,7 +93,10 @@ PUBLISH_S = _metric(
     unit="s",
 )
 PAUSE_MS = _metric(
-    "pause_ms", "publication", "pause of the slowest engine after this step; 0 where none was due", unit="ms"
+    "pause_ms",
+    "publication",
+    "how long the slowest engine stood still for new weights after this step; 0 where none were due",
+    unit="ms",
 )
 PUBLISH_EXPORT_S = _metric(
     "publish_export_s", "publication", "of a publication: the trainer wrote the weights, engines generated", unit="s"
@@ -111,7 +114,10 @@ PUBLISH_WAIT_S = _metric(
     "publish_wait_s", "publication", "of a pause: from asking until all engines were paused", unit="s"
 )
 PUBLISH_TRANSFER_S = _metric(
-    "publish_transfer_s", "publication", "of a pause: the weights came into effect (staged: a switch)", unit="s"
+    "publish_transfer_s",
+    "publication",
+    "the weights came into effect: loaded under a pause, or the request to switch while engines generate",
+    unit="s",
 )
 PUBLISH_VERIFY_S = _metric("publish_verify_s", "publication", "of a pause: version and checksums read back", unit="s")
 PUBLISH_RESUME_S = _metric("publish_resume_s", "publication", "of a pause: until all engines ran again", unit="s")

@@ -221,7 +221,7 @@ def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         (names.STEP_S, "step", lambda value: f"{value:.2f} s"),
         (lag, "staleness", lambda value: f"{value:.1f} (max {metrics.get(names.VERSION_LAG_MAX, value):.0f})"),
         (names.RESPONSE_TOKENS, "length", lambda value: f"{value:.0f} tok"),
-        (names.PAUSE_MS, "last pause", lambda value: f"{value:.0f} ms"),
+        (names.PAUSE_MS, "last pause", lambda value: f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"),
         (names.WEIGHT_VERSION, "version", lambda value: f"{value:.0f}"),
     ]
     if names.REWARD_MEAN in metrics:
