@@ -1,13 +1,15 @@
-"""How long engines are paused for a staged publication, by the size of the model, and where that time goes.
+"""How long an engine stands still for a publication, by the size of the model, and where that time goes.
 
-Real engine and sidecar processes and the real publication saga; in place of the trainer two complete snapshots of a
-random model, published in turn. Staging is outside of the pause and shown beside it; `load` is what a publication costs
-where nothing is staged (publication.staged = false).
+Real engine and sidecar processes and the real publication saga, while the engine generates; in place of the trainer two
+complete snapshots of a random model, published in turn. Staged, the engine switches between two tokens: `pause` is what
+it says that this took, `transfer` the whole request, which waits for the token that is being made. `load` is a
+publication where nothing is staged (publication.staged = false), which is under a pause from `wait` to `resume`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import tempfile
 from collections.abc import Mapping
@@ -31,7 +33,7 @@ from hybridasync.drivers.staged import transfer_by_disk
 from hybridasync.protocol.debts import Debts
 from hybridasync.runtime.engines import running_engines
 from hybridasync.transport.journal import JournalFile
-from hybridasync.types import PublicationResult, WeightSnapshot
+from hybridasync.types import PublicationResult, SamplingParams, WeightSnapshot
 from hybridasync.weights.checksums import checksums
 from hybridasync.weights.snapshot import read_tensors
 
@@ -41,6 +43,7 @@ SHAPES: Mapping[str, tuple[str, dict[str, int]]] = {
     "10M": ("fp32", {"vocab_size": 4096, "hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 7}),
     "135M": ("bf16", {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}),
 }
+IN_FLIGHT = 2
 PARTS = ("stage_s", "wait_s", "transfer_s", "verify_s", "resume_s", "pause_s")
 
 
@@ -110,9 +113,20 @@ async def publications(config: Config, engines: list[Engine], folders: list[Path
         debts=Debts(),
         sink=sink,
     )
-    publisher = Publisher(config.publication, parts, session=uuid4().hex, mode="drain")
-    results = [await publisher.publish(version, "unused", step=None) for version in range(count + 2)]
+    publisher = Publisher(config.publication, parts, session=uuid4().hex, mode="retract")
+    async with anyio.create_task_group() as tasks:
+        for number in range(IN_FLIGHT):
+            tasks.start_soon(generate, engines[0], number)
+        results = [await publisher.publish(version, "unused", step=None) for version in range(count + 2)]
+        tasks.cancel_scope.cancel()
     return results[2:]  # the first ones open files and import modules
+
+
+async def generate(engine: Engine, number: int) -> None:
+    """One request after the other."""
+    params = SamplingParams(max_new_tokens=64, temperature=1.0, n=1)
+    for again in itertools.count():
+        await engine.server.generate(f"busy-{number}-{again}", [3, 4, 5], params)
 
 
 async def measure(name: str, count: int) -> dict[str, Any]:
@@ -161,7 +175,7 @@ def main() -> None:
     if options.out is not None:
         write_results(options.out, "pause", results)
     pauses = [f"{1000 * result['staged']['pause_s'].median:.1f} ms ({result['shape']})" for result in results]
-    print(f"\npause, staged: {', '.join(pauses)}")
+    print(f"\nstandstill, staged: {', '.join(pauses)}")
 
 
 def _milliseconds(spread: Spread) -> str:

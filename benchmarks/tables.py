@@ -179,25 +179,29 @@ def transport(results: Results) -> str:
 
 
 def pause(results: Results) -> str:
-    rows = [
-        (
-            f"{result['parameters'] / 1e6:.1f} M parameters, {result['dtype']}, {result['bytes'] / 1e6:.0f} MB",
-            f"**{milliseconds(result['staged']['pause_s'])}**",
-            *(milliseconds(result["staged"][part]) for part in ("wait_s", "transfer_s", "verify_s", "resume_s")),
-            milliseconds(result["staged"]["stage_s"]),
-            milliseconds(result["loaded"]["pause_s"]),
+    """A switch takes tenths of a millisecond."""
+    rows = []
+    for result in results:
+        staged, loaded = result["staged"], result["loaded"]
+        rows.append(
+            (
+                f"{result['parameters'] / 1e6:.1f} M parameters, {result['dtype']}, {result['bytes'] / 1e6:.0f} MB",
+                f"**{scaled(staged['pause_s'], 1e3, 2)}**",
+                milliseconds(staged["transfer_s"]),
+                milliseconds(staged["stage_s"]),
+                *(milliseconds(loaded[f"{part}_s"]) for part in ("pause", "wait", "transfer", "verify", "resume")),
+            )
         )
-        for result in results
-    ]
     header = (
         "model",
-        "pause, ms",
+        "standstill, staged, ms",
+        "the request to switch",
+        "staging before it",
+        "standstill, not staged, ms",
         "until paused",
-        "switch",
+        "load",
         "verification",
         "until it runs",
-        "staging before it, ms",
-        "pause without staging, ms",
     )
     return table(header, rows)
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -168,9 +168,11 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
 
 
 def fill(folder: Path, *, leave: int) -> None:
-    """Take all of the disk's space but `leave` bytes."""
+    """Take all of the disk's space but `leave` bytes, while others may be writing to it."""
     with (folder / "filler").open("ab") as file:
-        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - leave)
+        while (more := shutil.disk_usage(folder).free - leave) > 0:
+            with suppress(OSError):  # somebody took some of it in the meantime
+                os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, more)
 
 
 @pytest.mark.parametrize("leave", [2**20, 0])
