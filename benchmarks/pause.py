@@ -2,8 +2,9 @@
 
 Real engine and sidecar processes and the real publication saga, while the engine generates; in place of the trainer two
 complete snapshots of a random model, published in turn. Staged, the engine switches between two tokens: `pause` is what
-it says that this took, `transfer` the whole request, which waits for the token that is being made. `load` is a
-publication where nothing is staged (publication.staged = false), which is under a pause from `wait` to `resume`.
+it says that this took, `transfer` the whole request, which waits for the token that is being made. `drained` is the
+same with pause_mode drain: nothing is in flight, and the pause is the whole request. `load` is a publication where
+nothing is staged (publication.staged = false), which is under a pause from `wait` to `resume`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hybridasync.drivers.staged import transfer_by_disk
 from hybridasync.protocol.debts import Debts
 from hybridasync.runtime.engines import running_engines
 from hybridasync.transport.journal import JournalFile
-from hybridasync.types import PublicationResult, SamplingParams, WeightSnapshot
+from hybridasync.types import PauseMode, PublicationResult, SamplingParams, WeightSnapshot
 from hybridasync.weights.checksums import checksums
 from hybridasync.weights.snapshot import read_tensors
 
@@ -101,7 +102,9 @@ def recipe(model: Path, dtype: str, run_dir: Path) -> Config:
     return resolve(config).config
 
 
-async def publications(config: Config, engines: list[Engine], folders: list[Path], *, count: int) -> list[Any]:
+async def publications(
+    config: Config, engines: list[Engine], folders: list[Path], *, count: int, mode: PauseMode = "retract"
+) -> list[Any]:
     trainer: Any = Snapshots(folders)
     sink: Any = Sink()
     run_dir = Path(config.run.dir or ".")
@@ -113,9 +116,9 @@ async def publications(config: Config, engines: list[Engine], folders: list[Path
         debts=Debts(),
         sink=sink,
     )
-    publisher = Publisher(config.publication, parts, session=uuid4().hex, mode="retract")
+    publisher = Publisher(config.publication, parts, session=uuid4().hex, mode=mode)
     async with anyio.create_task_group() as tasks:
-        for number in range(IN_FLIGHT):
+        for number in range(0 if mode == "drain" else IN_FLIGHT):
             tasks.start_soon(generate, engines[0], number)
         results = [await publisher.publish(version, "unused", step=None) for version in range(count + 2)]
         tasks.cancel_scope.cancel()
@@ -140,6 +143,7 @@ async def measure(name: str, count: int) -> dict[str, Any]:
         async with running_engines(config, run_dir) as engines:
             foreign = Foreign()
             staged = await publications(config, engines, folders, count=count)
+            drained = await publications(config, engines, folders, count=count, mode="drain")
             loading = replace(config, {"publication.staged": False})
             loaded = await publications(loading, engines, folders, count=max(1, count // 4))
             others = foreign.share()
@@ -149,6 +153,7 @@ async def measure(name: str, count: int) -> dict[str, Any]:
         "parameters": size,
         "bytes": staged[0].bytes,
         "staged": {part: Spread.of(getattr(result, part) for result in staged) for part in PARTS},
+        "drained": {part: Spread.of(getattr(result, part) for result in drained) for part in PARTS},
         "loaded": {part: Spread.of(getattr(result, part) for result in loaded) for part in PARTS},
         "foreign_cpu_share": others,
     }
@@ -168,14 +173,15 @@ def main() -> None:
         results.append(result)
         print(f"\n{name}: {result['parameters'] / 1e6:.1f} M parameters, {result['dtype']}; milliseconds\n")
         rows = [
-            [part.removesuffix("_s"), *(_milliseconds(result[way][part]) for way in ("staged", "loaded"))]
+            [part.removesuffix("_s"), *(_milliseconds(result[way][part]) for way in ("staged", "drained", "loaded"))]
             for part in PARTS
         ]
-        print_table(("", "staged", "load"), rows)
+        print_table(("", "staged", "drained", "load"), rows)
     if options.out is not None:
         write_results(options.out, "pause", results)
-    pauses = [f"{1000 * result['staged']['pause_s'].median:.1f} ms ({result['shape']})" for result in results]
-    print(f"\nstandstill, staged: {', '.join(pauses)}")
+    for way in ("staged", "drained"):
+        pauses = [f"{1000 * result[way]['pause_s'].median:.2f} ms ({result['shape']})" for result in results]
+        print(f"standstill, {way}: {', '.join(pauses)}")
 
 
 def _milliseconds(spread: Spread) -> str:

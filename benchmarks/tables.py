@@ -141,7 +141,10 @@ def control(results: Results) -> str:
         ("end", f"{plane['stop_s']:.2f} s"),
         ("left after SIGKILL of the controller", f"{plane['orphans']} processes; all gone in {plane['gone_s']:.2f} s"),
         *(
-            (f"publication to {row['engines']} engines", f"{row['pause_ms']:.0f} ms ({row['engine_us']:.0f} µs each)")
+            (
+                f"pause of {row['engines']} engines for a publication",
+                f"{row['pause_ms']:.0f} ms ({row['engine_us']:.0f} µs each)",
+            )
             for row in result["fan_out"]
         ),
         (
@@ -188,6 +191,7 @@ def pause(results: Results) -> str:
                 f"{result['parameters'] / 1e6:.1f} M parameters, {result['dtype']}, {result['bytes'] / 1e6:.0f} MB",
                 f"**{scaled(staged['pause_s'], 1e3, 2)}**",
                 milliseconds(staged["transfer_s"]),
+                f"**{milliseconds(result['drained']['pause_s'])}**",
                 milliseconds(staged["stage_s"]),
                 *(milliseconds(loaded[f"{part}_s"]) for part in ("pause", "wait", "transfer", "verify", "resume")),
             )
@@ -196,6 +200,7 @@ def pause(results: Results) -> str:
         "model",
         "standstill, staged, ms",
         "the request to switch",
+        "standstill, drained: the whole request",
         "staging before it",
         "standstill, not staged, ms",
         "until paused",

@@ -7,7 +7,7 @@
 | rollout.run      | prompts, slots   | groups in flight      | a free slot     | finish(step)   | ends the run        |
 | rollout._produce | one prompt       | one group             | verified engine | re-admission   | retried, dropped    |
 | training loop    | a batch          | weights, metrics      | a full batch    | complete group | ends the run        |
-| publisher        | a weight version | verified engines      | paused engines  | sidecars       | compensates         |
+| publisher        | a weight version | verified engines      | engines         | their answers  | compensates         |
 | evaluation       | held-out prompts | accuracy of a version | verified engine | re-admission   | logged, never fatal |
 | health           | sidecars' status | quarantined engine    | its interval    | the clock      | ends if too few     |
 | recovery         | quarantines      | verified engine       | a quarantine    | health, swaps  | tries again, in time|

@@ -205,15 +205,16 @@ class ServedWeights:
 class PublicationResult:
     """One publication. Times are seconds, the longest over the engines.
 
-    `pause_s` is what the engines lost. Where they are paused, that is from asking them until all run again; where they
-    switch between two tokens, what each says that this took.
+    `pause_s` is how long engines stood still. Where they are paused, that is from asking them until all run again;
+    where they switch between two tokens, what each says that this took, or the whole request where they are drained.
+    What was retracted is computed again after that.
     """
 
     version: int
     step: int | None  # the step that caused it; None for the initial one
     engines: tuple[str, ...]  # verified at `version`
     prepare_s: float
-    drain_s: float  # requests in flight were let finish before the pause was asked for
+    drain_s: float  # requests in flight were let finish first
     wait_s: float  # from asking for the pause until all were paused
     transfer_s: float  # new weights came into effect; for a switch the whole request
     verify_s: float

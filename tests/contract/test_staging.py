@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import anyio
 import httpx
 import pytest
 import torch
-from tests.contract.kit import Json, Target, assert_spans_exact, generate, in_flight, post
+from tests.contract.kit import PROMPT, Json, Target, assert_spans_exact, generate, in_flight, post
 from tests.engine_models import saved_model
 
 from hybridasync.weights.checksums import checksums, overall
@@ -76,23 +77,50 @@ async def test_staging_changes_nothing_before_the_switch(target: Target, client:
     assert_spans_exact(target, await generate(client, GREEDY))
 
 
-@pytest.mark.parametrize("paused", [False, True])
-async def test_requests_live_through_staging_and_switch(
-    target: Target, client: httpx.AsyncClient, paused: bool
-) -> None:
-    """Generation goes on while weights are staged, and with them after the switch; a pause of others stays as it is."""
+async def test_requests_live_through_staging_and_switch(target: Target, client: httpx.AsyncClient) -> None:
+    """Generation goes on while weights are staged, and with them after the switch."""
     async with in_flight(client, count=2) as flights:
         await stage(client, target.directories["1"])
         assert all(flight.answer is None for flight in flights)
-        if paused:
-            await post(client, "/pause_generation", mode="retract")
         await switch(client, sums_of(target, "1"))
-        assert (await client.get("/ready")).status_code == (503 if paused else 200)
-        if paused:
-            await post(client, "/continue_generation")
+        assert (await client.get("/ready")).status_code == 200
     for flight in flights:
         assert_spans_exact(target, flight.answer)
         assert [span["version"] for span in flight.answer["meta_info"]["weight_versions"]] == ["default", "1"]
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+async def test_an_engine_that_somebody_has_paused_does_not_switch(
+    target: Target, client: httpx.AsyncClient, mode: str
+) -> None:
+    """Its pause is somebody's, and stays; what is staged stays too, and nothing has changed."""
+    async with in_flight(client, count=2) as flights:
+        await stage(client, target.directories["1"])
+        await post(client, "/pause_generation", mode=mode)
+        assert await switch(client, sums_of(target, "1"), 400) == "The engine is paused."
+        assert (await client.get("/ready")).status_code == 503
+        assert await served_sums(client) == sums_of(target, "default")
+        await post(client, "/continue_generation")
+    for flight in flights:
+        assert [span["version"] for span in flight.answer["meta_info"]["weight_versions"]] == ["default"]
+    await switch(client, sums_of(target, "1"))
+
+
+async def test_a_stream_goes_on_across_a_switch(target: Target, client: httpx.AsyncClient) -> None:
+    """Its tokens come without a gap, the first ones of the old weights and the last ones of the new ones."""
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
+    await stage(client, target.directories["1"])
+    last: Json = {}
+    async with client.stream("POST", "/generate", json={**body, "return_logprob": True}) as answer:
+        seen = 0
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                last, seen = json.loads(line.removeprefix("data: ")), seen + 1
+                if seen == 3:
+                    await switch(client, sums_of(target, "1"))
+    assert len(last["output_ids"]) == 400
+    assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["default", "1"]
+    assert_spans_exact(target, last)
 
 
 async def test_a_switch_that_aborts_ends_what_is_in_flight(target: Target, client: httpx.AsyncClient) -> None:

@@ -20,7 +20,7 @@ from hybridasync.drivers.generation import GroupRequest, generate_group
 from hybridasync.drivers.health import Health
 from hybridasync.drivers.publish import Publisher, PublishParts
 from hybridasync.drivers.recovery import Recovery
-from hybridasync.drivers.transfer import DiskTransfer
+from hybridasync.drivers.staged import transfer_by_disk
 from hybridasync.errors import EngineError, PublicationFailed
 from hybridasync.protocol.debts import Debts
 from hybridasync.sim.engine import SimEngine, Speed, checksums_of, token_of
@@ -53,12 +53,16 @@ class Trainer:
 class Rollouts:
     """Nodes, a fleet over them, and the drivers that keep it alive."""
 
-    def __init__(self, tasks: anyio.abc.TaskGroup, count: int, **settings: object) -> None:
+    def __init__(
+        self, tasks: anyio.abc.TaskGroup, count: int, *, stages: tuple[int, ...] = (), **settings: object
+    ) -> None:
+        """`stages`: engines that prepare weights and switch."""
         self.settings = EngineSection(**{"use_fault_tolerance": True, "generation_probe_s": 20.0, **settings})
         self.weather = Weather(Random(0))
         network, life = Network(self.weather, tasks), Life()
         self.nodes = [
-            SimNode(f"engine-{i}", Speed(), Random(i), snapshots=lambda _: True, stages=False) for i in range(count)
+            SimNode(f"engine-{i}", Speed(), Random(i), snapshots=lambda _: True, stages=i in stages)
+            for i in range(count)
         ]
         for node in self.nodes:
             tasks.start_soon(node.run)
@@ -67,8 +71,9 @@ class Rollouts:
         self.fleet = Fleet([Engine(s, c) for s, c in zip(self.servers, sidecars, strict=True)])
         self.sink, self.debts, self.journal = RecordingSink(), Debts(), MemoryJournal()
         trainer: Any = Trainer()
-        parts = PublishParts(self.fleet, trainer, DiskTransfer(trainer), self.journal, self.debts, self.sink)
         publication = PublicationSection(rollout_http_timeout=CONTROL_S, drain_timeout_s=60.0)
+        transfer = transfer_by_disk(publication, trainer, self.sink)
+        parts = PublishParts(self.fleet, trainer, transfer, self.journal, self.debts, self.sink)
         self.publisher = Publisher(publication, parts, session="0" * 32, mode="retract")
         self.health = Health(self.settings, self.fleet, self.sink)
         self.recovery = Recovery(self.settings, self.fleet, self.publisher, sink=self.sink)
@@ -94,7 +99,7 @@ class Rollouts:
 
 
 @asynccontextmanager
-async def rollouts(count: int = 2, **settings: object) -> AsyncIterator[Rollouts]:
+async def rollouts(count: int = 2, **settings: Any) -> AsyncIterator[Rollouts]:
     """Started, published to at version 1, and watched."""
     async with anyio.create_task_group() as tasks:
         rig = Rollouts(tasks, count, **settings)
@@ -237,6 +242,30 @@ async def test_c11_b_a_probe_that_crosses_a_publication_says_nothing() -> None:
         rig.engine(0).kill()
         await rig.until(lambda: rig.versions[0] is None, 3.0)
         await rig.until(lambda: rig.versions == [2, 2])
+
+
+@virtual
+async def test_c11_b_an_engine_that_has_switched_is_believed_while_others_are_still_paused() -> None:
+    """Its version is known at once: a monitor that asks for it meanwhile finds what it expects."""
+    async with rollouts(stages=(0,), use_fault_tolerance=False, min_healthy_engines=2) as rig:
+        rig.engine(1).pause_s = 20.0
+        await rig.publish(2)
+        assert rig.versions == [2, 2] and rig.engine(0).loaded == [1, 2]
+        assert "engine_unhealthy" not in rig.sink.names()
+
+
+@virtual
+async def test_law_4_an_engine_that_has_switched_and_died_is_brought_up_like_any_other() -> None:
+    """It dies while another one is being paused: its successor gets no prompt before weights were loaded to it."""
+    async with rollouts(stages=(0,)) as rig, anyio.create_task_group() as tasks:
+        rig.engine(1).pause_s = 20.0
+        tasks.start_soon(rig.publish, 2)
+        await rig.until(lambda: rig.versions[0] == 2)
+        first = rig.engine(0)
+        first.kill()
+        await rig.until(lambda: rig.versions[0] is None)
+        await rig.until(lambda: rig.versions == [2, 2])
+        assert rig.engine(0) is not first and rig.engine(0).loaded == [2]
 
 
 @virtual

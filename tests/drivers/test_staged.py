@@ -1,4 +1,4 @@
-"""Staged and delta transfers: what is prepared before the pause, by whom, and what happens where it can't be."""
+"""Staged and delta transfers: what is prepared while engines generate, by whom, and what happens where it can't be."""
 
 from __future__ import annotations
 

@@ -150,9 +150,9 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_pause_is_measured_with_real_engines(tmp_path: Path) -> None:
-    """Staged and loaded publications of two snapshots in turn, each part of the pause apart."""
+    """Staged, drained and loaded publications of two snapshots in turn, each part of the pause apart."""
     result = script("pause", str(tmp_path / "pause.json"))
-    for way in ("staged", "loaded"):
+    for way in ("staged", "drained", "loaded"):
         assert set(result[way]) == {f"{part}_s" for part in ("stage", "wait", "transfer", "verify", "resume", "pause")}
         assert result[way]["pause_s"]["median"] > 0
     assert "M parameters, fp32" in tabled(tmp_path / "pause.json", tmp_path)

@@ -12,6 +12,7 @@ import pytest
 from tests.engine_models import saved_model
 
 from hybridasync.engine import weights
+from hybridasync.engine.scheduler import Scheduler
 from hybridasync.engine.schema import StageWeightsBody, SwitchBody, UpdateFromDiskBody
 from hybridasync.engine.server import _parser, build_service
 from hybridasync.engine.service import EngineService
@@ -63,14 +64,34 @@ async def test_there_are_never_three_sets_of_weights(
         await stage(2)
         await stage(1)
         await service.pause("retract")
+        await stage(1)
+        await service.resume()
         await switch(1)
         await stage(2)
-        await service.resume()
         await switch(2)
         await stage(1)
         assert (await service.update_from_disk(UpdateFromDiskBody(model_path=paths[2], weight_version="2")))[0]
         await stage(1)
         assert not (await service.stage(StageWeightsBody(model_path="/nowhere", weight_version="3")))[0]
         await service.resume()
-    assert before == [1] * 7
+    assert before == [1] * 8
     assert len(alive) == 1 and service.weight_version == "2"
+
+
+async def test_a_switch_that_fails_leaves_no_engine_paused(
+    service: EngineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong between its pause and its resume: nobody else would know that it is paused."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    assert (await service.stage(StageWeightsBody(model_path=str(tmp_path / "2"), weight_version="2")))[0]
+    assert service._staged is not None
+    body = SwitchBody(weight_version="2", checksum=overall(service._staged[2].checksums()))
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "install", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await service.switch(body)
+    assert not service.paused and service.weight_version == "default"
+    assert (await service.switch(body))["weight_version"] == "2"  # type: ignore[index]

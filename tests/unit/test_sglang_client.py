@@ -248,7 +248,18 @@ async def test_what_was_staged_is_only_switched_to(fake: FakeEngine, engine: Sgl
     ]
 
 
-@pytest.mark.parametrize("answer", [{}, {"weight_version": "3"}, {"weight_version": "3", "paused_s": "soon"}])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"weight_version": "3", "ranks": []},
+        {"weight_version": "3", "ranks": [], "paused_s": "soon"},
+        {"weight_version": "3", "ranks": [], "paused_s": 10**400},
+        {"weight_version": "3", "ranks": [], "paused_s": -1.0},
+        {"weight_version": "3", "paused_s": 0.1},
+        {"success": False, "weight_version": "3", "ranks": [], "paused_s": 0.1},
+    ],
+)
 async def test_a_switch_whose_answer_makes_no_sense_is_no_switch(
     fake: FakeEngine, engine: SglangServer, answer: dict[str, object]
 ) -> None:

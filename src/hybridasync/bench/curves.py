@@ -23,7 +23,7 @@ CHARTS: Mapping[str, tuple[str, str, str, str]] = {
         "seconds",
         "How long the training loop was held up after a step; 0 where nothing was published.",
     ),
-    "pause": ("Pause of the engines", "pause_ms", "milliseconds", "Of the slowest engine; 0 where none was due."),
+    "pause": ("Standstill of the engines", "pause_ms", "milliseconds", "Of the slowest engine; 0 where none was due."),
     "weight-age": (
         "Weight age",
         "version_lag_mean",

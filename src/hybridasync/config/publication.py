@@ -65,14 +65,16 @@ class PublicationSection(Section):
     pause_mode: Literal["drain", "retract", "abort"] | None = Field(
         default=None,
         description=(
-            "what a pause does to requests in flight; default: drain in sync and hybrid, retract in fully_async"
+            "what new weights do to requests in flight; default: drain in sync and hybrid, retract in fully_async"
         ),
     )
     rollout_http_timeout: Seconds = Field(default=120.0, description="deadline of one control call")
     lease_s: Seconds = Field(
         default=60.0, description="a sidecar ends a pause by itself when its lease isn't renewed for so long"
     )
-    drain_timeout_s: Seconds = Field(default=600.0, description="how long to wait for engines to be ready to pause")
+    drain_timeout_s: Seconds = Field(
+        default=600.0, description="how long to wait for requests in flight, and for engines to be ready to pause"
+    )
     resume_budget_s: Annotated[float, Field(gt=0, lt=30)] = Field(
         default=20.0,
         description=(

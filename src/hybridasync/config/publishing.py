@@ -1,4 +1,4 @@
-"""Relations between the settings of publications: the adaptive interval, and what can be done before the pause."""
+"""Relations between the settings of publications: the adaptive interval, and what is done while engines generate."""
 
 from __future__ import annotations
 

@@ -51,18 +51,23 @@ class _Saga:
     mode: PauseMode
     begun_at: float
     paused: list[Engine] = field(default_factory=list)
-    verified: list[Engine] = field(default_factory=list)
+    verified: list[Engine] = field(default_factory=list)  # under the pause
+    switched: list[Engine] = field(default_factory=list)  # without one, and routed to already
     failures: dict[str, str] = field(default_factory=dict)  # engine → what went wrong
     touched: set[str] = field(default_factory=set)  # engines whose weights may have changed
     may_load_late: set[str] = field(default_factory=set)  # engines that may still change them, whatever is done now
     switch_s: float = 0.0
-    switch_paused_s: float = 0.0  # as the engines say, the longest
+    switch_paused_s: float = 0.0
     asked_at: float = 0.0
     paused_at: float = 0.0
     loaded_at: float = 0.0
     verified_at: float = 0.0
     resumed_at: float = 0.0
     late_export_s: float = 0.0  # with `blocking`, under the pause
+
+    @property
+    def served(self) -> list[Engine]:
+        return [*self.switched, *self.verified]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class _Order:
 
 @dataclass(slots=True)
 class _Times:
-    """When what is done before the pause was done."""
+    """When what is done while engines generate was done."""
 
     started: float
     exported: float
@@ -179,11 +184,11 @@ class Publisher:
             if snapshot is None or saga.engines:
                 snapshot = await self._swap_under_pause(saga, order if snapshot is None else snapshot)
             self._readmit(saga, order.version)
-            if saga.verified and order.before_sampling is not None:
+            if saga.served and order.before_sampling is not None:
                 await order.before_sampling()
         result = _result(saga, snapshot, step=order.step, times=times)
         self._parts.sink.publication(result)
-        if not saga.verified:
+        if not saga.served:
             details = "; ".join(f"{name}: {why}" for name, why in saga.failures.items()) or "no engine is up"
             raise PublicationFailed(order.version, [], list(saga.failures), detail=details)
         return result
@@ -240,11 +245,13 @@ class Publisher:
         ready = [engine for engine in saga.engines if engine.name in staged]
         with marked(ready):
             switched = await switch(ready, snapshot, saga.mode, fleet=self._parts.fleet, sink=self._parts.sink)
-        saga.verified += switched.verified
+        saga.switched = switched.verified
         saga.failures |= switched.doubts
         settled = {*switched.doubts, *(engine.name for engine in switched.verified)}
         saga.engines = tuple(engine for engine in saga.engines if engine.name not in settled)
-        saga.switch_paused_s, saga.switch_s = switched.paused_s, anyio.current_time() - saga.begun_at
+        saga.switch_s = anyio.current_time() - saga.begun_at
+        # Drained engines have nothing to do before prompts are let in again.
+        saga.switch_paused_s = saga.switch_s if saga.mode == "drain" else switched.paused_s
 
     async def _swap_under_pause(self, saga: _Saga, what: WeightSnapshot | _Order) -> WeightSnapshot:
         """Answers the snapshot, which for an order is made meanwhile."""
@@ -443,7 +450,7 @@ def _result(saga: _Saga, snapshot: WeightSnapshot, *, step: int | None, times: _
     return PublicationResult(
         version=snapshot.version,
         step=step,
-        engines=tuple(engine.name for engine in saga.verified),
+        engines=tuple(engine.name for engine in saga.served),
         prepare_s=times.staged - times.started,
         drain_s=saga.begun_at - times.staged,
         wait_s=max(0.0, saga.paused_at - saga.asked_at),

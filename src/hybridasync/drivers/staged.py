@@ -36,7 +36,8 @@ class StagedTransfer(DiskTransfer):
                 if await engine.server.stage(snapshot):
                     done.add(engine.name)
             except EngineError as error:
-                self._sink.event("staging_failed", engine=engine.name, version=snapshot.version, cause=str(error))
+                fields = {"engine": engine.name, "version": snapshot.version, "cause": str(error)}
+                self._sink.event("staging_failed", level="warning", **fields)
 
         async with anyio.create_task_group() as tasks:
             for engine in engines:

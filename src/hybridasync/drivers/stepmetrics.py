@@ -92,7 +92,7 @@ class StepRow:
         self.held.start()
 
     def served(self) -> None:
-        """Beside training: engines have just been resumed with the new weights."""
+        """Beside training: engines have just begun to serve the new weights."""
         self._served_at = anyio.current_time()
 
     def complete(self, publication: PublicationResult | None) -> None:

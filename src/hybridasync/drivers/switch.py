@@ -1,8 +1,8 @@
 """Engines that have staged a snapshot change to it between two tokens: no pause, so that none can be left.
 
-switch ─▶ it says what it serves now ─▶ that is the snapshot: verified
-             │                      └─▶ anything else, or no answer: out of routing until the snapshot is loaded
-             └─▶ refused, or not sent: nothing has changed, and the publication pauses it instead
+switch ─▶ it says what it serves now ─▶ that is the snapshot: verified, and routed to at once
+   │                                └─▶ anything else, or no answer: out of routing until the snapshot is loaded
+   └─▶ refused, or not sent: nothing has changed, and the publication pauses it instead
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Switched:
 async def switch(
     engines: Sequence[Engine], snapshot: WeightSnapshot, mode: PauseMode, *, fleet: Fleet, sink: MetricSink
 ) -> Switched:
-    """One in doubt, which serves either version as a whole, is taken out of routing before anything else happens.
+    """What is known of an engine is said of it at once: others may still have to be paused, and it may die meanwhile.
 
-    It waits for the snapshot to be loaded, and not for a new process: the engine forgets what it staged when it loads,
-    so that a switch that is still on its way finds nothing to switch to.
+    One in doubt serves either version as a whole. It waits for the snapshot to be loaded, and not for a new process:
+    the engine forgets what it staged when it loads, so that a switch that is still on its way finds nothing.
     """
     result = Switched()
 
@@ -46,11 +46,13 @@ async def switch(
             doubt = doubt_of(served, snapshot)
             result.paused_s = max(result.paused_s, served.paused_s)
             if not doubt:
+                fleet.readmit(engine, snapshot.version)
                 result.verified.append(engine)
         except EngineError as error:
             doubt = f"switch: {error}" if may_have_happened(error) else ""
             if not doubt:
-                sink.event("switch_failed", engine=engine.name, version=snapshot.version, cause=str(error))
+                fields = {"engine": engine.name, "version": snapshot.version, "cause": str(error)}
+                sink.event("switch_failed", level="warning", **fields)
         finally:
             if doubt:
                 result.doubts[engine.name] = doubt

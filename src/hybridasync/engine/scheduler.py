@@ -143,13 +143,15 @@ class Scheduler:
             return False, NOT_FLUSHED
         return True, "Succeeded to update model weights."
 
-    def switch(self, weights: Weights, *, version: str, mode: PauseMode) -> float:
-        """Pause, install and resume between two tokens; answers the seconds. Somebody's pause stays as it is."""
-        begun, running = time.perf_counter(), self.paused is None
-        if running:
+    def switch(self, weights: Weights, *, version: str, mode: PauseMode) -> float | None:
+        """Pause, install and resume between two tokens; answers the seconds. None: it is paused by somebody else."""
+        if self.paused is not None:
+            return None
+        begun = time.perf_counter()
+        try:
             self.pause(mode)
-        self.install(weights, version=version, flush=False)
-        if running:
+            self.install(weights, version=version, flush=False)
+        finally:
             self.resume()
         return time.perf_counter() - begun
 

@@ -228,7 +228,8 @@ class EngineService:
         """Change to what was staged: one assignment between two tokens, whatever the size of the model.
 
         Answers what serves now, and `paused_s`; or why nothing has changed. What was staged by another controller, or
-        isn't what this one made, is refused: a request that was held up on its way does no harm.
+        isn't what this one made, is refused: a request that was held up on its way does no harm. So is a switch of an
+        engine that is paused: whoever takes a switch for done believes that it generates.
         """
         async with self._updating:
             if self._staged is None or self._staged[0] != body.weight_version:
@@ -237,11 +238,13 @@ class EngineService:
             version, path, weights = self._staged
             if overall(weights.checksums()) != body.checksum:
                 return f"What is staged as version {version} isn't what was published: its checksums differ."
-            self._staged, self._retired = None, self._scheduler.weights
+            live = self._scheduler.weights
             paused_s = await self._call(lambda scheduler: scheduler.switch(weights, version=version, mode=body.mode))
+            if paused_s is None:
+                return "The engine is paused."
+            self._staged, self._retired = None, live
             self.weight_version, self.model_path = version, path
-            if not self.paused:
-                self._release()
+            self._release()
             return {**await self.check_weights(None), "paused_s": paused_s}
 
     async def update_version(self, version: str, *, abort_all: bool) -> None:

@@ -105,13 +105,19 @@ PUBLISH_STAGE_S = _metric(
     "publish_stage_s", "publication", "of a publication: engines prepared the weights and generated", unit="s"
 )
 PUBLISH_DRAIN_S = _metric(
-    "publish_drain_s", "publication", "before a pause: requests in flight were let finish", unit="s"
+    "publish_drain_s", "publication", "requests in flight were let finish before the weights changed", unit="s"
 )
 PUBLISH_DRAIN_WAIT_S = _metric(
-    "publish_drain_wait_s", "publication", "of train_wait_s: for requests in flight, before a pause", unit="s"
+    "publish_drain_wait_s",
+    "publication",
+    "of train_wait_s: for requests in flight, before the weights changed",
+    unit="s",
 )
 PUBLISH_WAIT_S = _metric(
-    "publish_wait_s", "publication", "of a pause: from asking until all engines were paused", unit="s"
+    "publish_wait_s",
+    "publication",
+    "of a pause: from asking until all engines were paused; a switch has none",
+    unit="s",
 )
 PUBLISH_TRANSFER_S = _metric(
     "publish_transfer_s",

@@ -149,8 +149,8 @@ class SimEngine:
         """To what was staged, all at once."""
         with self._call("switch"):
             await self._answering()
-            if self.staged != (snapshot.version, dict(snapshot.checksums)):
-                raise Rejected(self.name, "switch", 400, detail="it isn't staged")
+            if self.paused or self.staged != (snapshot.version, dict(snapshot.checksums)):
+                raise Rejected(self.name, "switch", 400, detail="it isn't staged, or the engine is paused")
             self.weights, self.staged = dict(snapshot.checksums), None
             self.label = str(snapshot.version)
             self.loaded.append(snapshot.version)

@@ -12,7 +12,7 @@ import anyio
 from hybridasync.drivers import publish
 from hybridasync.drivers.fleet import Engine, Fleet
 from hybridasync.drivers.publish import Publisher
-from hybridasync.drivers.switch import Switched
+from hybridasync.drivers.switch import Switched, switch
 from hybridasync.errors import EngineError
 from hybridasync.protocol.debts import Debts
 from hybridasync.protocol.decisions import Decisions
@@ -195,6 +195,27 @@ async def _switch_believed(engines: Sequence[Engine], snapshot: Any, mode: Any, 
     return Switched(verified=list(engines))
 
 
+class _Mute:
+    """A fleet that isn't told who is verified."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.quarantine = fleet.quarantine
+
+    def readmit(self, engine: Engine, version: int) -> None:
+        return None
+
+
+async def _switch_untold(engines: Sequence[Engine], snapshot: Any, mode: Any, *, fleet: Fleet, sink: Any) -> Switched:
+    mute: Any = _Mute(fleet)
+    return await switch(engines, snapshot, mode, fleet=mute, sink=sink)
+
+
+def _readmit_all(self: Any, saga: Any, version: int) -> None:
+    """What has switched is routed to once the others have been paused and loaded, whatever became of it meanwhile."""
+    for engine in saga.served:
+        self._parts.fleet.readmit(engine, version)
+
+
 async def _bring_up_blindly(self: Any, engine: Engine) -> None:
     """A new engine is routed to as it is."""
     if self._latest is not None:
@@ -227,6 +248,7 @@ MUTATIONS: Mapping[str, tuple[Replacement, ...]] = MappingProxyType(
         "torn_goes_on": ((Publisher, "_quarantine_doubtful", _keep_doubtful),),
         "quarantine_routes": ((EngineState, "quarantine", _routes_to_all),),
         "switch_believed": ((publish, "switch", _switch_believed),),
+        "readmit_late": ((publish, "switch", _switch_untold), (Publisher, "_readmit", _readmit_all)),
         "readmit_unverified": ((Publisher, "bring_up", _bring_up_blindly),),
         "debts_not_replayed": ((Debts, "owed", lambda self, txn=None: frozenset()),),
     }

@@ -260,7 +260,7 @@ class SimServer:
         await self._call("abort", lambda e: e.abort(rid))
 
     async def stage(self, snapshot: WeightSnapshot) -> bool:
-        """False: it loads under the pause, as SGLang does."""
+        """False: it loads under a pause, as SGLang does."""
         if self.node.stages:
             await self._call("stage", lambda e: e.stage(snapshot), repeatable=True)
         return self.node.stages

@@ -45,7 +45,7 @@ SETTLE_S = 150.0
 
 SCENARIOS: Mapping[str, tuple[str, ...]] = {
     "network": (),
-    "engines": ("kill_engine", "freeze_engine", "stop_engine", "break_engine", "slow_pause"),
+    "engines": ("kill_engine", "kill_switched", "freeze_engine", "stop_engine", "break_engine", "slow_pause"),
     "updates": ("tear_update", "drop_tensor", "slow_pause"),
     "sidecars": ("kill_sidecar", "partition"),
     "controller": ("kill_controller", "kill_in_publication", "interrupt_controller", "fill_disk"),
@@ -100,8 +100,8 @@ def draw_plan(rng: Random, scenario: str | None = None) -> Plan:
 
 
 def _draw_stages(rng: Random) -> tuple[bool, ...]:
-    """Half of the worlds pause every engine, a quarter none, a quarter some."""
-    engines, kind = rng.randint(1, 3), rng.choice(("none", "none", "all", "some"))
+    """Two fifths of the worlds pause every engine, one none, two some."""
+    engines, kind = rng.randint(1, 3), rng.choice(("none", "none", "all", "some", "some"))
     return tuple(kind == "all" or (kind == "some" and rng.random() < 0.5) for _ in range(engines))
 
 
@@ -282,12 +282,27 @@ class Story:
             self._controller.kill()
         elif kind == "kill_in_publication":
             await self._kill_in_publication()
+        elif kind == "kill_switched":
+            await self._kill_switched()
         elif kind == "interrupt_controller" and self._controller is not None:
             self._controller.interrupt()
+
+    async def _kill_switched(self) -> None:
+        """An engine that has switched dies while others are still to be paused."""
+        for engine in (paused := [n.engine for n in self._nodes if not n.stages and n.engine is not None]):
+            engine.pause_s = 8.0
+        with anyio.move_on_after(KILL_WAIT_S):
+            while not any(node.up and node.control.machine.state != "running" for node in self._nodes):  # noqa: ASYNC110
+                await anyio.sleep(0.2)
+            for engine in [node.engine for node in self._nodes if node.stages and node.engine is not None]:
+                engine.kill()
+        for engine in paused:
+            engine.pause_s = 0.0
 
     async def _kill_in_publication(self) -> None:
         """While an engine is paused, or its pause is on the way, or it has weights to switch to."""
         engines = [node.engine for node in self._nodes if node.engine is not None]
+        staged = [engine.staged for engine in engines]
         for engine in engines:
             engine.pause_s = self._rng.choice((0.0, 1.0))
         with anyio.move_on_after(KILL_WAIT_S):
@@ -295,7 +310,7 @@ class Story:
                 await anyio.sleep(0.2)
                 if any(node.up and node.control.machine.state != "running" for node in self._nodes):
                     break
-                if any(engine.staged is not None for engine in engines):
+                if any(e.staged not in (None, before) for e, before in zip(engines, staged, strict=True)):
                     break
             await anyio.sleep(self._rng.uniform(0.0, 0.4))
         if self._controller is not None:

@@ -5,6 +5,7 @@ SGLang's own words (`rid`, `output_token_logprobs`, `weight_versions`) stay in t
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -183,10 +184,9 @@ class SglangServer:
             "mode": "retract" if mode == "drain" else mode,
         }
         answer = await self._post("switch", "/switch_weights", body)
-        try:
-            version, paused_s = str(answer["weight_version"]), float(answer["paused_s"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise RemoteProtocolError(self.name, "switch", f"{type(error).__name__}: {error}") from error
+        version, paused_s = answer.get("weight_version"), answer.get("paused_s")
+        if not isinstance(version, str) or not isinstance(paused_s, float) or not 0 <= paused_s < math.inf:
+            raise RemoteProtocolError(self.name, "switch", f"version {version!r}, after {paused_s!r} s")
         return ServedWeights(version, self._sums_in(answer), paused_s)
 
     async def update_weights(self, snapshot: WeightSnapshot) -> None:
