@@ -57,6 +57,7 @@ class Train:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.run_dir = folder / "run"
         self.started = time.time()
+        self.newest = ""  # weights that were written, when looked last
         self.process = subprocess.Popen(
             [HYBRIDASYNC, "train", *arguments],
             cwd=folder,
@@ -154,12 +155,12 @@ def _saving(train: Train) -> bool:
 
 
 def _publishing(train: Train) -> bool:
-    """Weights are written that no engine is known to serve."""
+    """Weights have just been written."""
     if not _training(train):
         return False
-    places = _places(train.run_dir.resolve(), None)
-    newest = max((int(p.name.partition("-")[2]) for place in places for p in place.glob("version-????????")), default=0)
-    return newest > max(row["version"] for row in train.rows("events") if row["event"] == "publication.completed")
+    found = [path.name for place in _places(train.run_dir.resolve(), None) for path in place.glob("version-*")]
+    before, train.newest = train.newest, max(found, default="")
+    return "" < before < train.newest
 
 
 PHASES: dict[str, Callable[[Train], bool]] = {
