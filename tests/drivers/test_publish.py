@@ -65,7 +65,13 @@ class Saga:
     """`way` is disk, staged (engines switch), mixed (the first one does) or blocking."""
 
     def __init__(
-        self, *, count: int = 2, policy: str = "fence", way: str = "disk", mode: PauseMode = "retract"
+        self,
+        *,
+        count: int = 2,
+        policy: str = "fence",
+        way: str = "disk",
+        mode: PauseMode = "retract",
+        budget_s: float = 6.0,
     ) -> None:
         self.world = World()
         self.fleet: Fleet
@@ -74,8 +80,8 @@ class Saga:
         self.fleet, self.servers, self.sidecars = make_fleet(self.world, count)
         self.journal, self.debts, self.sink = MemoryJournal(), Debts(), RecordingSink()
         settings = PublicationSection(
-            resume_budget_s=1.0,
-            rollout_http_timeout=1.0,
+            resume_budget_s=budget_s,
+            rollout_http_timeout=10.0,
             on_ambiguous_pause=policy,
             staged=way in ("staged", "mixed", "delta"),
             delta=way == "delta",
@@ -326,7 +332,7 @@ async def test_no_engine_verified_is_an_error_with_the_causes() -> None:
 
 async def test_u1_a_resume_that_is_never_confirmed_leads_to_fencing() -> None:
     """Three attempts, then the engine is fenced; the run goes on with the other one."""
-    saga = Saga()
+    saga = Saga(budget_s=1.0)
 
     async def hook(point: str) -> None:
         await nothing(point)
@@ -344,7 +350,7 @@ async def test_u1_a_resume_that_is_never_confirmed_leads_to_fencing() -> None:
 @pytest.mark.parametrize("policy", ["fence", "fail"])
 async def test_c01_c_a_resume_that_cannot_be_had_ends_the_run(policy: str) -> None:
     """At most three attempts; where fencing fails too, or isn't wanted, CompensationFailed names the engine."""
-    saga = Saga(policy=policy)
+    saga = Saga(policy=policy, budget_s=1.0)
 
     async def hook(point: str) -> None:
         await nothing(point)

@@ -241,6 +241,16 @@ def test_every_file_in_the_archive_is_indexed(finished: Path) -> None:
         evidence.verify(finished)
 
 
+@pytest.mark.parametrize("name", ["../outside", "/tmp/outside"])
+def test_an_archive_that_would_write_elsewhere_is_refused(finished: Path, tmp_path: Path, name: str) -> None:
+    """Evidence comes from others: unpacking it writes below the folder made for it, and nothing but files."""
+    with tarfile.open(finished / evidence.ARCHIVE, "w:gz") as archive:
+        archive.addfile(tarfile.TarInfo(name))
+    evidence.seal(finished, without=publication.WORK)
+    with pytest.raises(EvidenceError, match="isn't a file below"):
+        evidence.verify(finished)
+
+
 def test_tables_that_do_not_follow_from_the_logs_are_found(finished: Path) -> None:
     """A better number in summary.csv, with all checksums made anew."""
     table = finished / "summary.csv"
