@@ -54,7 +54,13 @@ class Rollouts:
     """Nodes, a fleet over them, and the drivers that keep it alive."""
 
     def __init__(
-        self, tasks: anyio.abc.TaskGroup, count: int, *, stages: tuple[int, ...] = (), **settings: object
+        self,
+        tasks: anyio.abc.TaskGroup,
+        count: int,
+        *,
+        stages: tuple[int, ...] = (),
+        lease_s: float = 60.0,
+        **settings: object,
     ) -> None:
         """`stages`: engines that prepare weights and switch."""
         self.settings = EngineSection(**{"use_fault_tolerance": True, "generation_probe_s": 20.0, **settings})
@@ -71,7 +77,7 @@ class Rollouts:
         self.fleet = Fleet([Engine(s, c) for s, c in zip(self.servers, sidecars, strict=True)])
         self.sink, self.debts, self.journal = RecordingSink(), Debts(), MemoryJournal()
         trainer: Any = Trainer()
-        publication = PublicationSection(rollout_http_timeout=CONTROL_S, drain_timeout_s=60.0)
+        publication = PublicationSection(rollout_http_timeout=CONTROL_S, drain_timeout_s=60.0, lease_s=lease_s)
         transfer = transfer_by_disk(publication, trainer, self.sink)
         parts = PublishParts(self.fleet, trainer, transfer, self.journal, self.debts, self.sink)
         self.publisher = Publisher(publication, parts, session="0" * 32, mode="retract")
@@ -266,6 +272,27 @@ async def test_law_4_an_engine_that_has_switched_and_died_is_brought_up_like_any
         await rig.until(lambda: rig.versions[0] is None)
         await rig.until(lambda: rig.versions == [2, 2])
         assert rig.engine(0) is not first and rig.engine(0).loaded == [2]
+
+
+@virtual
+async def test_law_4_a_pause_that_cannot_be_kept_counts_as_over_before_its_lease_ends() -> None:
+    """Its sidecar will resume the engine while another one is still being paused: nobody loads to it, or believes it.
+
+    (Seed 43533: an answer that was made in the middle of such a load was trained on.)
+    """
+    async with rollouts(lease_s=5.0) as rig, anyio.create_task_group() as tasks:
+        rig.engine(1).pause_s = 20.0
+        tasks.start_soon(rig.publish, 2)
+        await rig.until(lambda: rig.engine(0).paused)
+        rig.weather.partitioned.add("engine-0")
+        assert await rig.until(lambda: rig.versions[0] is None) <= 5.0
+        assert rig.engine(0).paused and rig.engine(0).loaded == [1]
+        assert "renewed" in rig.fleet.engines[0].state.reason
+        await rig.until(lambda: not rig.engine(0).paused, 1.0)
+        rig.weather.partitioned.clear()
+        await rig.until(lambda: rig.versions[1] == 2)
+        assert rig.engine(0).loaded == [1]
+        await rig.until(lambda: rig.versions == [2, 2])
 
 
 @virtual

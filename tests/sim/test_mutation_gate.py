@@ -27,7 +27,7 @@ BEGIN: dict[str, tuple[str | None, int]] = {
     "rollback_skipped": ("controller", 0),
     "lease_ignored": ("controller", 0),
     "older_end_resumes_newer": ("network", 20),
-    "readmit_late": ("engines", 200),
+    "readmit_late": ("engines", 300),
 }
 
 

@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 
 from hybridasync.config.publication import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
+from hybridasync.drivers.lease import until_lost
 from hybridasync.drivers.switch import doubt_of, marked, switch
 from hybridasync.drivers.transfer import Transfer
 from hybridasync.errors import CompensationFailed, EngineError, NotSent, PublicationFailed, Rejected, TrainerError
@@ -292,10 +293,11 @@ class Publisher:
         try:
             while True:
                 # Shielded with a deadline: a pause that was sent and then abandoned may take effect after its resume.
+                asked = anyio.current_time()
                 with anyio.fail_after(self._settings.rollout_http_timeout, shield=True):
                     if await engine.sidecar.pause(saga.txn, saga.mode, self._settings.lease_s):
                         saga.paused.append(engine)
-                        leases.start_soon(self._keep_lease, engine, saga)
+                        leases.start_soon(self._keep_lease, engine, saga, asked)
                         return
                 if anyio.current_time() > deadline:
                     saga.failures[engine.name] = f"not ready to pause within {self._settings.drain_timeout_s:g} s"
@@ -307,16 +309,12 @@ class Publisher:
         except (EngineError, TimeoutError) as error:
             saga.failures[engine.name] = f"pause: {error or 'no answer in time'}"
 
-    async def _keep_lease(self, engine: Engine, saga: _Saga) -> None:
-        lease_s = self._settings.lease_s
-        while True:
-            await anyio.sleep(lease_s / 3)
-            try:
-                with anyio.fail_after(lease_s / 3):
-                    await engine.sidecar.renew(saga.txn, lease_s)
-            except (EngineError, TimeoutError) as error:
-                # Not fatal yet: the next renewal may pass, and `_verify` ends with one.
-                self._parts.sink.event("lease_renewal_failed", level="warning", engine=engine.name, cause=str(error))
+    async def _keep_lease(self, engine: Engine, saga: _Saga, since: float) -> None:
+        """What an engine makes while it is loaded without a pause is of no version: it is interrupted (law 4)."""
+        why = await until_lost(engine, saga.txn, self._settings.lease_s, since=since, sink=self._parts.sink)
+        saga.failures.setdefault(engine.name, why)
+        saga.paused = [other for other in saga.paused if other is not engine]
+        self._parts.fleet.quarantine(engine, why, "publish")
 
     async def _verify(self, engine: Engine, saga: _Saga, snapshot: WeightSnapshot) -> None:
         """Version and checksum read back; any doubt means torn (R55, U15)."""
@@ -331,7 +329,7 @@ class Publisher:
             return
         if doubt:
             saga.failures[engine.name] = doubt
-        else:
+        elif engine.name not in saga.failures:
             saga.verified.append(engine)
 
     def _quarantine_doubtful(self, saga: _Saga) -> None:

@@ -122,7 +122,7 @@ async def _pause_or_raise(self: Any, engine: Engine, saga: Any, leases: Any) -> 
     """The first pause that fails ends the publication, and the run."""
     if await engine.sidecar.pause(saga.txn, saga.mode, self._settings.lease_s):
         saga.paused.append(engine)
-        leases.start_soon(self._keep_lease, engine, saga)
+        leases.start_soon(self._keep_lease, engine, saga, anyio.current_time())
 
 
 def _state_only(self: Any, engine: Engine, reason: str, remedy: Remedy | None = None) -> None:

@@ -290,7 +290,7 @@ class Story:
     async def _kill_switched(self) -> None:
         """An engine that has switched dies while others are still to be paused."""
         for engine in (paused := [n.engine for n in self._nodes if not n.stages and n.engine is not None]):
-            engine.pause_s = 8.0
+            engine.pause_s = 9.5
         with anyio.move_on_after(KILL_WAIT_S):
             while not any(node.up and node.control.machine.state != "running" for node in self._nodes):  # noqa: ASYNC110
                 await anyio.sleep(0.2)
