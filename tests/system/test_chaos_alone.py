@@ -56,9 +56,9 @@ def test_u01_a_sidecar_that_is_dead_or_hangs_when_its_end_is_due_is_replaced(tmp
         world.trains()
         events = [row["event"] for row in world.rows("events")]
         assert "engine_recovered" in events
-        # Dead before the pause reached it, it owes nothing and is replaced all the same.
-        assert ("fence_failed" in events) == ("resume_failed" in events)
-        assert world.pid("engine") != before["engine"].pid
+        # Who replaces it first is a race: the saga, which finds no way to fence, or recovery, whose new sidecar ends it.
+        assert all(world.pid(who) != process.pid for who, process in before.items())
+        world.check_settled()
         world.check_exact()
 
 
