@@ -159,6 +159,7 @@ def test_the_interval_must_be_a_positive_integer(recipe: str, value: str) -> Non
     [
         ("optimizer.lr=true", "a number > 0, got true"),
         ("optimizer.lr=nan", "a number > 0, got nan"),
+        ("data.weights=[0.5, true]", "a list of numbers, got [0.5, true]"),
         ("optimizer.lr=fast", 'got "fast" (a string)'),
         ("algorithm.use_tis=1", "true or false, got 1"),
         ("algorithm.use_tis=yes", "true or false"),

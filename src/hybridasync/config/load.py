@@ -163,4 +163,6 @@ def _shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}" (a string)'
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
     return repr(value)

@@ -21,9 +21,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _keep_truth_and_number_apart(cls, value: Any, info: ValidationInfo) -> Any:
-        """`use_tis = 1` and `lr = true` are mistakes, though Python would convert them."""
+        """`use_tis = 1`, `lr = true` and `weights = [true]` are mistakes, though Python would convert them."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         kinds = (annotation, *get_args(annotation))
-        if value is not None and (bool in kinds) != isinstance(value, bool) and (bool in kinds or float in kinds):
+        items = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
+        mixed = any((bool in kinds) != isinstance(item, bool) for item in items)
+        if mixed and (bool in kinds or float in kinds):
             raise ValueError("a truth value and a number are different things")
         return value
