@@ -56,7 +56,7 @@ def test_u01_a_sidecar_that_is_dead_or_hangs_when_its_end_is_due_is_replaced(tmp
         world.trains()
         events = [row["event"] for row in world.rows("events")]
         assert "engine_recovered" in events
-        # Who replaces it first is a race: the saga, which finds no way to fence, or recovery, whose new sidecar ends it.
+        # Who replaces it first is a race: the saga, which finds no way to fence, or recovery. Either ends what is owed.
         assert all(world.pid(who) != process.pid for who, process in before.items())
         world.check_settled()
         world.check_exact()
