@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import pytest
 from tests.contract.kit import CONTEXT, Target
 from tests.engine_models import saved_model
 from tests.fake_engine import FakeEngine, serving
+from tests.system.gate import free_port
 
 from hybridasync.config.models import Config
 from hybridasync.runtime.sglang_launch import launch_command, launch_environment
@@ -69,7 +69,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         with serving(FakeEngine()) as url:
             yield Target(kind, url, None, directories, models)
         return
-    port = _free_port()
+    port = free_port()
     command, environment = _launch(kind, str(directories["default"]), port, python=python)
     with _running(command, environment, root / "log") as process:
         url = f"http://127.0.0.1:{port}"
@@ -97,11 +97,6 @@ def _launch(kind: str, model: str, port: int, *, python: str | None) -> tuple[li
     return launch_command(config, device="cpu", address=address), launch_environment(
         device="cpu", tensor_parallel_size=1
     )
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -139,15 +134,20 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 @pytest.fixture
 async def client(target: Target) -> AsyncIterator[httpx.AsyncClient]:
-    """A client; afterwards the server runs, is idle and has its first weights again."""
+    """A client; before and after, the server runs, is idle and has its first weights."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=target.url, timeout=60, trust_env=False, limits=limits) as client:
+        await _first_weights(client, target)  # who had it before may have called them something else
         yield client
         await client.post("/continue_generation", json={})
         await client.post("/abort_request", json={"abort_all": True})
         if target.kind != "fake":  # which claims no session
             await client.post("/end_weight_update", json={})
-        if (await client.get("/model_info")).json()["weight_version"] != "default":
-            body = {"model_path": str(target.directories["default"]), "weight_version": "default"}
-            answer = await client.post("/update_weights_from_disk", json=body)
-            assert answer.status_code == 200, answer.text
+        await _first_weights(client, target)
+
+
+async def _first_weights(client: httpx.AsyncClient, target: Target) -> None:
+    if (await client.get("/model_info")).json()["weight_version"] != "default":
+        body = {"model_path": str(target.directories["default"]), "weight_version": "default"}
+        answer = await client.post("/update_weights_from_disk", json=body)
+        assert answer.status_code == 200, answer.text

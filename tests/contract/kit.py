@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 CONTEXT = 2048
 PROMPT = [5, 9, 17, 33, 12, 60]
 LONG = {"max_new_tokens": 1000, "temperature": 1.0, "ignore_eos": True}
+LONGEST = {**LONG, "max_new_tokens": 2000}
+"""For what nobody waits for: all that the context has room for, so that it can't be over before it was seen."""
 Json = dict[str, Any]
 
 

@@ -12,7 +12,7 @@ from tests.engine_models import EOS, VOCAB, reference_logprobs
 from hybridasync.errors import Rejected
 from hybridasync.runtime.sglang_launch import RESERVED_TOKENS
 from hybridasync.transport.sglang import SglangServer
-from hybridasync.types import SamplingParams, VersionSpan, WeightSnapshot
+from hybridasync.types import Completion, SamplingParams, VersionSpan, WeightSnapshot
 from hybridasync.weights.checksums import checksums
 from hybridasync.weights.snapshot import read_tensors
 
@@ -43,19 +43,28 @@ async def test_c43_a_group_has_the_log_probs_of_its_temperature(target: Target, 
         assert sample.finish_reason == ("stop" if sample.output_ids[-1] == EOS else "length")
 
 
+async def interrupted(server: SglangServer, rid: str, params: SamplingParams) -> list[Completion]:
+    """What an abort in mid-generation leaves. A request that was over before it came, as on a machine that stands
+    still for a moment, is sent anew."""
+    for attempt in range(10):
+
+        async def stop(rid: str = f"{rid}-{attempt}") -> None:
+            while await server.in_flight() == 0:  # noqa: ASYNC110 - what is waited for happens in another process
+                await anyio.sleep(0.02)
+            await server.abort(rid)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stop)
+            samples = list(await server.generate(f"{rid}-{attempt}", PROMPT, params))
+            tasks.cancel_scope.cancel()
+        if any(sample.finish_reason == "abort" for sample in samples):
+            return samples
+    pytest.fail("no abort came before the end of its request")
+
+
 async def test_c45_ids_log_probs_and_spans_line_up_however_a_sample_ends(target: Target, server: SglangServer) -> None:
     """C45: stopped, cut and interrupted samples: the log-prob at i is that of id i after the ids before it."""
-
-    async def stop() -> None:
-        async def under_way() -> bool:
-            return await server.in_flight() > 0
-
-        await until(under_way)
-        await server.abort("interrupted")
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(stop)
-        samples = list(await server.generate("interrupted", PROMPT, SamplingParams(1500, temperature=0.7, n=32)))
+    samples = await interrupted(server, "interrupted", SamplingParams(1500, temperature=0.7, n=32))
     samples += await server.generate("cut", PROMPT, SamplingParams(3, temperature=0.7, n=4))
     every_token = tuple(range(VOCAB))
     samples += await server.generate("stopped", PROMPT, SamplingParams(3, temperature=0.7, stop_token_ids=every_token))
@@ -81,18 +90,7 @@ async def test_c46_a_stop_at_the_limit_is_a_stop(server: SglangServer) -> None:
 
 async def test_abort_stops_every_sample_of_a_group(server: SglangServer) -> None:
     """One abort, and the request returns with what its samples had, long before the limit."""
-
-    async def stop() -> None:
-        async def running() -> bool:
-            return await server.in_flight() > 0  # one of them may have met its stop id already
-
-        await until(running)
-        await server.abort("long")
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(stop)
-        group = await server.generate("long", PROMPT, LONG)
-    assert "abort" in {sample.finish_reason for sample in group}
+    group = await interrupted(server, "long", LONG)  # some of them may have met their stop id already
     assert all(len(sample.output_ids) < LONG.max_new_tokens for sample in group)
 
     async def idle() -> bool:
@@ -110,11 +108,19 @@ async def test_a_cancelled_request_can_be_stopped_at_once(server: SglangServer) 
     async def running() -> bool:
         return await server.in_flight() > 0
 
+    rids = [f"cancelled-{number}" for number in range(100)]
+    sent: list[str] = []
+
+    async def ask() -> None:
+        for rid in rids:  # one after the other: the first may be over before it is seen
+            sent.append(rid)
+            await server.generate(rid, PROMPT, LONG)
+
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(server.generate, "cancelled", PROMPT, LONG)
+        tasks.start_soon(ask)
         await until(running)
         tasks.cancel_scope.cancel()
-    await server.abort("cancelled")
+    await server.abort(sent[-1])
     await until(idle, seconds=3)
     assert await server.in_flight() == 0
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.contract.kit import (
-    LONG,
+    LONGEST,
     PROMPT,
     Target,
     answered,
@@ -41,7 +41,7 @@ async def test_abort_of_several_samples_by_their_one_id(client: httpx.AsyncClien
     answers: list[Any] = []
 
     async def ask() -> None:
-        answers.extend(await generate(client, {**LONG, "n": 4}, rid="group"))
+        answers.extend(await generate(client, {**LONGEST, "n": 4}, rid="group"))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)
@@ -226,14 +226,19 @@ BODY = st.one_of(
 POSTS = sorted(path for path, methods, _ in _ROUTES if "POST" in methods)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# too_slow is said of a machine, too, that stands still for a second
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(path=st.sampled_from(POSTS), body=BODY, cut=st.integers(0, 400))
 def _fuzz(client: httpx.Client, path: str, *, body: Any, cut: int) -> None:
     content = json.dumps(body).encode()
     content = content[:-1] if cut == 0 else content
     try:
         # a request that is held because another example paused the engine isn't answered
-        answer = client.post(path, content=content, timeout=0.5 if path == "/generate" else 20)
+        answer = client.post(path, content=content, timeout=httpx.Timeout(20, read=0.5 if path == "/generate" else 20))
     except httpx.ReadTimeout:
         assert path == "/generate"
         client.post("/continue_generation", json={})

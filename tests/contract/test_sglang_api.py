@@ -5,6 +5,7 @@ Each test holds for a real SGLang; what only the embedded engine promises is in 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import anyio
@@ -13,6 +14,7 @@ import pytest
 from tests.contract.kit import (
     CONTEXT,
     LONG,
+    LONGEST,
     PROMPT,
     Flight,
     Json,
@@ -171,7 +173,7 @@ async def test_streams_survive_an_update(target: Target, client: httpx.AsyncClie
 
     async def read() -> None:
         body = {"input_ids": PROMPT, "stream": True, "return_logprob": True, "rid": "stream"}
-        body["sampling_params"] = {**LONG, "max_new_tokens": 400}
+        body["sampling_params"] = {**LONG, "max_new_tokens": 800}
         async with client.stream("POST", "/generate", json=body) as answer:
             text.append("".join([part async for part in answer.aiter_text()]))
 
@@ -186,7 +188,7 @@ async def test_streams_survive_an_update(target: Target, client: httpx.AsyncClie
         await post(client, "/update_weights_from_disk", model_path=str(target.directories["1"]), weight_version="1")
         await post(client, "/continue_generation")
     last: Any = read_events(text[0])[-1]
-    assert len(last["output_ids"]) == 400
+    assert len(last["output_ids"]) == 800
     assert_spans_exact(target, last)
 
 
@@ -309,15 +311,19 @@ async def test_abort_while_paused(target: Target, client: httpx.AsyncClient) -> 
 
 async def test_a_client_that_leaves_frees_the_engine(client: httpx.AsyncClient) -> None:
     """After a disconnect nothing runs any more, and the request id can be used again."""
-    body = {"input_ids": PROMPT, "rid": "gone", "sampling_params": LONG}
-    with pytest.raises(httpx.ReadTimeout):
-        await client.post("/generate", json=body, timeout=0.2)
+
+    async def running() -> bool:
+        return bool((await loads(client))["num_running_reqs"] == 1)
 
     async def idle() -> bool:
         return bool((await loads(client))["num_running_reqs"] == 0)
 
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(generate, client, LONGEST, rid="gone"))
+        await until(running)
+        tasks.cancel_scope.cancel()
     await until(idle)
-    await generate(client, {"max_new_tokens": 1}, rid="gone")
+    assert len((await generate(client, {"max_new_tokens": 1}, rid="gone"))["output_ids"]) == 1
 
 
 async def test_duplicate_id(client: httpx.AsyncClient) -> None:
@@ -363,7 +369,7 @@ async def test_update_without_pause_waits_for_requests_in_flight(target: Target,
     async with in_flight(client, tokens=1) as flights:
         path = str(target.directories["1"])
         await post(client, "/update_weights_from_disk", model_path=path, weight_version="1")
-        await until(lambda: answered(flights[0]), seconds=2)  # its answer comes over another connection
+        await until(lambda: answered(flights[0]))  # its answer comes over another connection
     assert flights[0].answer["meta_info"]["weight_version"] == "default"
     after = await generate(client, {"max_new_tokens": 5})
     assert after["meta_info"]["weight_version"] == "1"

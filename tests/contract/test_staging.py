@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
@@ -108,17 +109,17 @@ async def test_an_engine_that_somebody_has_paused_does_not_switch(
 
 async def test_a_stream_goes_on_across_a_switch(target: Target, client: httpx.AsyncClient) -> None:
     """Its tokens come without a gap, the first ones of the old weights and the last ones of the new ones."""
-    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}, "stream": True}
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}, "stream": True}
     await stage(client, target.directories["1"])
-    last: Json = {}
+    sums, last = sums_of(target, "1"), dict[str, Any]()  # before the stream, which doesn't wait for them
     async with client.stream("POST", "/generate", json={**body, "return_logprob": True}) as answer:
         seen = 0
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 last, seen = json.loads(line.removeprefix("data: ")), seen + 1
                 if seen == 3:
-                    await switch(client, sums_of(target, "1"))
-    assert len(last["output_ids"]) == 400
+                    await switch(client, sums)
+    assert len(last["output_ids"]) == 800
     assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["default", "1"]
     assert_spans_exact(target, last)
 

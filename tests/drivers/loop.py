@@ -113,7 +113,8 @@ def recipe(steps: int, **sections: dict[str, Any]) -> Config:
         "model": {"hf_checkpoint": "m"},
         "data": {"prompt_data": "d"},
         "rollout": {"num_rollout": steps, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_response_tokens": 8},
-        "publication": {"pause_mode": "drain", "resume_budget_s": 1.0, "rollout_http_timeout": 1.0},
+        # Far beyond any standstill of the machine: what isn't confirmed in time is sent again, or fenced.
+        "publication": {"pause_mode": "drain", "resume_budget_s": 29.0, "rollout_http_timeout": 30.0},
     }
     merged = {name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
     return validate(merged, source="test")

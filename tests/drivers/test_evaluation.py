@@ -67,7 +67,7 @@ class Bench:
     async def in_background(self) -> None:
         """As the training loop does: go on once the requests are on their way."""
         async with anyio.create_task_group() as background:
-            with anyio.fail_after(5):
+            with anyio.fail_after(30):
                 await background.start(partial(self.evaluation.run, 0))
 
 
@@ -103,7 +103,7 @@ async def test_weights_stay_for_the_log_prob_check() -> None:
     async with anyio.create_task_group() as background:
         await background.start(partial(bench.evaluation.run, 0, compared=compared))
         assert len(bench.requests()) >= 3 and not compared.is_set()
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             await compared.wait()
     (result,) = bench.sink.evaluations
     assert result.logprob_gap_max == 0.0

@@ -60,19 +60,21 @@ async def test_r102_the_resumes_of_64_engines_keep_one_budget() -> None:
 
 async def test_r63_a_port_where_nobody_listens_degrades_at_once(figure: Callable[[str], None]) -> None:
     """R62, R63: a real client of a refused port: the other engine is published, and no end is sent for that one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
     world, journal, debts = World(), MemoryJournal(), Debts()
-    async with SidecarClient("engine-0", url, "t", timeout_s=120.0) as refused:
-        engines = [
-            Engine(FakeServer("engine-0", world), refused),
-            Engine(FakeServer("engine-1", world), FakeSidecar("engine-1", world)),
-        ]
-        publish, fleet = publisher(engines, journal, debts)
-        started = time.monotonic()
-        with anyio.fail_after(20):
-            result = await publish.publish(1, "/x", step=0)
-        took_s = time.monotonic() - started
+    # Bound and not listened at: refused, and nobody else can get it meanwhile.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        async with SidecarClient("engine-0", url, "t", timeout_s=120.0) as refused:
+            engines = [
+                Engine(FakeServer("engine-0", world), refused),
+                Engine(FakeServer("engine-1", world), FakeSidecar("engine-1", world)),
+            ]
+            publish, fleet = publisher(engines, journal, debts)
+            started = time.monotonic()
+            with anyio.fail_after(20):
+                result = await publish.publish(1, "/x", step=0)
+            took_s = time.monotonic() - started
     assert result.degraded and [engine.name for engine in fleet.verified] == ["engine-1"]
     settled = {record["engine"]: record["how"] for record in journal.records if record["event"] == SETTLED}
     assert settled == {"engine-0": "not sent", "engine-1": "ended"}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 from kit import MemoryJournal, RecordingSink
-from trio.testing import MockClock
+from tests.virtual_clock import virtual
 
 from hybridasync.config.models import EngineSection
 from hybridasync.config.publication import PublicationSection
@@ -29,18 +28,6 @@ from hybridasync.sim.node import SimNode
 from hybridasync.types import Completion, SamplingParams, WeightSnapshot
 
 CONTROL_S = 30.0
-
-
-def virtual(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Hours pass in no time, and nothing depends on the machine's speed."""
-
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        clock = MockClock(autojump_threshold=0)
-        anyio.run(lambda: test(*args, **kwargs), backend="trio", backend_options={"clock": clock})
-
-    del run.__wrapped__  # pytest must not see a coroutine function
-    return run
 
 
 class Trainer:

@@ -46,7 +46,7 @@ async def test_c16_judges_of_later_groups_hold_nothing_up() -> None:
         return [1.0, 0.0][: len(texts)]
 
     bench = Bench(reward, staleness=1)
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         (batch,) = await bench.take()
     assert [group.prompt.uid for group in batch] == [0, 1, 2, 3]
     assert bench.fleet.in_flight == 0
@@ -88,7 +88,7 @@ async def test_c16_a_group_that_is_slow_is_not_lost_at_the_end_of_the_data() -> 
         await anyio.wait_all_tasks_blocked()
         assert bench.ledger.take(0) is None
         slow.set()
-        with anyio.fail_after(5):
+        with anyio.fail_after(30):
             assert [group.prompt.uid for group in await bench.rollout.take(0)] == [0, 1, 2, 3]
         tasks.cancel_scope.cancel()
 

@@ -11,12 +11,13 @@ import anyio
 import pytest
 from kit import completion
 from loop import EVAL, TIS, Bench, recipe
+from tests.virtual_clock import virtual
 
 from hybridasync.algorithms.shaping import shaped_reward
 from hybridasync.config.pipeline import resolve
 from hybridasync.config.sizing import resolve_sizing, with_sizing
 from hybridasync.errors import CheckpointError, NotSent
-from hybridasync.types import Completion, WeightSnapshot
+from hybridasync.types import Completion, StepResult, TrainBatch, WeightSnapshot
 
 
 @pytest.mark.parametrize(("interval", "publications"), [(1, 21), (2, 11)])
@@ -251,15 +252,20 @@ AUTO = {"update_weights_interval": "auto", "k_max": 3}
 
 def slow_exports(bench: Bench) -> None:
     """Publications that cost many times a step."""
-    export = bench.trainer.export_weights
+    export, train = bench.trainer.export_weights, bench.trainer.train_step
 
     async def slow(version: int, path: str) -> WeightSnapshot:
         await anyio.sleep(0.05)
         return await export(version, path)
 
-    bench.trainer.export_weights = slow  # type: ignore[method-assign]
+    async def step(batch: TrainBatch) -> StepResult:
+        await anyio.sleep(0.001)  # on the virtual clock a step would take no time
+        return await train(batch)
+
+    bench.trainer.export_weights, bench.trainer.train_step = slow, step  # type: ignore[method-assign]
 
 
+@virtual
 async def test_an_adaptive_interval_grows_with_what_publications_cost() -> None:
     """K begins at k_min; measured cost makes it k_max, said once with its reason; the last step is published."""
     bench = Bench(recipe(12, publication=AUTO, algorithm=TIS))
@@ -272,6 +278,7 @@ async def test_an_adaptive_interval_grows_with_what_publications_cost() -> None:
     assert [row["publish_interval"] for _, row in bench.sink.steps] == [3.0] * 12
 
 
+@virtual
 async def test_a_resumed_run_keeps_its_adaptive_interval() -> None:
     """The interval and its measurements are in the checkpoint; the publication at the resume counts from there."""
     first = Bench(recipe(12, publication=AUTO, algorithm=TIS))
@@ -287,10 +294,12 @@ async def test_a_resumed_run_keeps_its_adaptive_interval() -> None:
     assert [result.version for result in resumed.sink.publications] == [5, 8, 11, 12]
     assert "interval_chosen" not in resumed.sink.names()
     fixed = Bench(recipe(12, algorithm=TIS, publication={"update_weights_interval": 4}))
+    slow_exports(fixed)
     await fixed.run(state)  # and a run with a fixed interval has no use for it
     assert [result.version for result in fixed.sink.publications] == [5, 8, 12]
 
 
+@virtual
 async def test_r9_an_adaptive_interval_never_evaluates_unpublished_weights() -> None:
     """R9, R55: evaluations each 5 steps publish first whatever K is, and K counts on from there."""
     bench = Bench(recipe(12, publication=AUTO, algorithm=TIS, eval={**EVAL, "eval_interval": 5}))

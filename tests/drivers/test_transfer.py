@@ -40,7 +40,7 @@ class Rig:
         trainer, self.debts = FakeTrainer(), Debts()
         transfer = SentTransfer(trainer, self.sender)  # type: ignore[arg-type]
         parts = PublishParts(fleet, trainer, transfer, MemoryJournal(), self.debts, RecordingSink())  # type: ignore[arg-type]
-        settings = PublicationSection(resume_budget_s=6.0, rollout_http_timeout=10.0)
+        settings = PublicationSection(resume_budget_s=29.0, rollout_http_timeout=30.0)
         self.publisher = Publisher(settings, parts, session="0" * 32, mode="retract")
 
     def asked(self) -> dict[str, bool]:

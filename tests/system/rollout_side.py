@@ -23,6 +23,8 @@ from hybridasync.observability.process import ProcessId, child_environment, term
 
 TOKEN = "chaos"
 START_S = 90.0
+STATUS_S = 15.0
+"""A sidecar asks its engine two things, 5 s each, before it answers."""
 WATCH_S = 0.05
 PROBE_S = 1.0
 
@@ -80,7 +82,7 @@ class Node:
         """As the sidecar tells it, past the relay; empty if it doesn't answer."""
         with suppress(httpx.HTTPError, ValueError):
             answer = httpx.get(
-                f"{self.url}/v1/status", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=2.0, trust_env=False
+                f"{self.url}/v1/status", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=STATUS_S, trust_env=False
             )
             return dict(answer.json())
         return {}

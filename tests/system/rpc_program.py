@@ -26,7 +26,7 @@ from hybridasync.runtime.outcome import Outcome
 from hybridasync.runtime.rank import main
 from hybridasync.transport.rpc import Patience
 
-QUICK = Patience(call_s=20, ping_interval_s=0.3, ping_s=2, ping_misses=2, after_loss_s=1, after_error_s=1.5, close_s=3)
+QUICK = Patience(call_s=20, ping_interval_s=0.3, ping_s=4, ping_misses=2, after_loss_s=1, after_error_s=1.5, close_s=3)
 RESUME_S = 1.0
 
 
@@ -196,5 +196,6 @@ async def scenario(trainer: Any, run_dir: Path, resume: bool) -> None:
 
 if __name__ == "__main__":
     if os.environ.get("ABSENT") == os.environ["RANK"]:
-        sys.exit(int(os.environ.get("ABSENT_CODE", "0")))
+        code = int(os.environ.get("ABSENT_CODE", "0"))
+        sys.exit(code) if code >= 0 else os.kill(os.getpid(), -code)
     main(controller=controller, worker=worker)

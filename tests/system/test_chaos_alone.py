@@ -28,7 +28,8 @@ HOUR_S = 3600.0
 def test_r104_with_a_lease_of_an_hour_resume_rollout_ends_it_at_once(tmp_path: Path) -> None:
     """It leaves a live run alone, and ends what the dead one owes: exit 0, nothing is owed any more, engines serve."""
     with World(tmp_path, engines=1) as world:
-        world.start(publication={"lease_s": HOUR_S})
+        # The command starts and looks while a load is held: longer than that load's usual deadline, now and then.
+        world.start(publication={"lease_s": HOUR_S, "rollout_http_timeout": 60.0})
         world.trains(1)
         hold = world.reach("paused")
         code, (row,) = resume_rollout(world)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from tests.engine_models import saved_model
+
+from hybridasync.observability.process import ProcessId, wait_ended
 
 pytestmark = pytest.mark.slow
 COMMAND = [sys.executable, "-m", "hybridasync.engine"]
@@ -135,8 +136,7 @@ def test_it_dies_with_its_parent(model: Path, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", f"import subprocess; subprocess.Popen({command!r}).wait()"], env=ENVIRONMENT
     )
-    child = psutil.Process(announced(announce, parent)["pid"])
+    child = ProcessId.of(announced(announce, parent)["pid"])
     parent.kill()
     parent.wait()
-    psutil.wait_procs([child], timeout=10)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert not wait_ended([child], 10)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ class Train:
         except subprocess.TimeoutExpired:
             self.process.kill()
             output = f"{self.process.communicate()[0]}\nit didn't end within {limit_s:g} s"
-        members |= {ProcessId(process.pid, process.create_time()) for process in self.processes()}
+        for process in self.processes():
+            with suppress(psutil.Error):  # it has ended since
+                members.add(ProcessId(process.pid, process.create_time()))
         left = wait_ended(members, NOTHING_LEFT_AFTER_S)
         assert not left, f"left behind: {[p.find() for p in left]}\n{output}"
         return self.process.returncode, output
@@ -133,8 +136,10 @@ class Train:
         return "failed"
 
     def rows(self, name: str) -> list[dict[str, Any]]:
+        """Whole rows; a live run may be writing another."""
         path = self.run_dir / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines if line]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -214,9 +219,13 @@ def test_c33_sigkill_at_any_moment_leaves_nothing(tmp_path: Path, who: str, stat
     returned, output = train.end()
     print(f"seed {SEED}: {who} while {phase}\n{output}")
     assert returned == (-signal.SIGKILL if who == "launcher" else CODES[status])
-    assert {"launcher": "stopped by SIGTERM", "agent": "torchrun was ended by SIGKILL", "sidecar": "engine-0"}[
-        who
-    ] in output
+    said = {
+        "launcher": ("stopped by SIGTERM",),
+        # The kernel ends the workers with torchrun, and a controller may see that first.
+        "agent": ("torchrun was ended by SIGKILL", "worker rank 1"),
+        "sidecar": ("engine-0",),
+    }
+    assert any(words in output for words in said[who])
     check_clean(train, output, status)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from job import PROGRAM, Job, config, wait_for
+from tests.system.gate import free_port
 
 from hybridasync.config.resolved import to_toml
 from hybridasync.observability.process import ProcessId, descendants, wait_ended
@@ -63,12 +64,12 @@ def test_c33_kill_leaves_no_process(tmp_path: Path, victim: str) -> None:
     target = {"launcher": job.process.pid, "agent": agent, "controller": pids[0], "worker": pids[2]}[victim]
     sent = time.monotonic()
     os.kill(target, signal.SIGKILL)
-    returned, errors = job.finish(30)
-    assert time.monotonic() - sent < 15
+    returned, errors = job.finish(60)
+    assert time.monotonic() - sent < 30  # which torchrun alone would wait; some seconds on an idle machine
     assert returned == {"launcher": -signal.SIGKILL}.get(victim, 1)
     assert (job.run_dir / "resumed").exists() == (victim != "controller")
-    expected = {"worker": "error: worker rank 2 is lost", "controller": "the controller ended without a word"}
-    assert expected.get(victim, "") in errors
+    # Told by the controller, or by the launcher where torchrun stops a controller that hasn't seen it yet.
+    assert {"worker": "worker rank 2", "controller": "the controller ended without a word"}.get(victim, "") in errors
 
 
 def test_c34_worker_that_ends_before_it_joins(tmp_path: Path) -> None:
@@ -77,6 +78,15 @@ def test_c34_worker_that_ends_before_it_joins(tmp_path: Path) -> None:
     returned, errors = job.finish()
     assert returned == 1
     assert "worker rank 2 is lost: didn't start within 12 s (missing ranks: 2)" in errors
+
+
+@pytest.mark.parametrize(("code", "end"), [(7, "exit code 7"), (-signal.SIGKILL, "SIGKILL")])
+def test_c34_worker_that_fails_before_it_joins(tmp_path: Path, code: int, end: str) -> None:
+    """torchrun notices, and stops a controller that doesn't know why: the launcher names the worker and its end."""
+    job = Job(tmp_path, environment={"ABSENT": "2", "ABSENT_CODE": str(int(code))})
+    returned, errors = job.finish()
+    assert returned == 1
+    assert f"worker rank 2 ended with {end}, and torchrun stopped the job" in errors
 
 
 def test_c33_sigterm_and_mistakes_found_before_anything_starts(tmp_path: Path) -> None:
@@ -101,9 +111,7 @@ def test_c33_sigterm_and_mistakes_found_before_anything_starts(tmp_path: Path) -
 
 def test_two_agents_with_static_rendezvous(tmp_path: Path) -> None:
     """2 + 1 ranks under two torchruns started by hand: node 0 has the controller, and local ranks are right on both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(config()))
     run_dir = tmp_path / "run"

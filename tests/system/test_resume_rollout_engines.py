@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 from hybridasync.config.load import load
 from hybridasync.config.resolved import write_resolved
+from hybridasync.drivers import resume_rollout as drivers
 from hybridasync.protocol.debts import Debts
-from hybridasync.runtime import resume_rollout
 from hybridasync.transport.journal import JournalFile
 from hybridasync_cli.main import app
 
@@ -148,7 +148,7 @@ def test_r104_force_starts_an_engine_anew_that_will_not_resume(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped engine answers no resume, and with --force another process takes its place, which isn't paused."""
-    monkeypatch.setattr(resume_rollout, "CALL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(drivers, "END_ATTEMPTS", 1)  # instead of shorter ones: a fence takes its time to kill
     hung = nodes[0].status()["engine_pid"]
     os.kill(hung, signal.SIGSTOP)
     forced = invoke("--sidecar", nodes[0].url, "--force", "--json")

@@ -120,14 +120,14 @@ class TestHealthyGroup:
         before = await trainer.call("train_step", "count")
         started = time.monotonic()
         with anyio.move_on_after(0.2) as scope:
-            await trainer.call("train_step", "count", 1.0)
-        assert scope.cancelled_caught and time.monotonic() - started < 0.9
+            await trainer.call("train_step", "count", 3.0)
+        assert scope.cancelled_caught and time.monotonic() - started < 2.9  # not by the call's end
         assert await trainer.call("train_step", "count") == before + 2
 
     async def test_failure_of_a_cancelled_call_isn_t_lost(self, trainer: RpcTrainer) -> None:
         """A diverged step whose caller gave up is told to the next caller, with where it comes from."""
         with anyio.move_on_after(0.1):
-            await trainer.call("train_step", "later", 0.5, "raise", "diverged")
+            await trainer.call("train_step", "later", 2.0, "raise", "diverged")
         with pytest.raises(DivergedError) as caught:
             await trainer.call("train_step", "sum", 1)
         assert "earlier call, train_step" in caught.value.__notes__[-1]
@@ -149,23 +149,25 @@ class TestHealthyGroup:
     async def test_heartbeat_says_what_a_worker_does(self, trainer: RpcTrainer) -> None:
         """Pings are answered while the main thread is busy."""
         async with anyio.create_task_group() as busy:
-            busy.start_soon(trainer.call, "train_step", "count", 1.5)
-            await anyio.sleep(1)
-            assert {state["operation"] for state in trainer.status().values()} == {"train_step"}
+            busy.start_soon(trainer.call, "train_step", "count", 4.0)
+            with anyio.move_on_after(15):  # the last ping may be from before the call
+                while (doing := {state["operation"] for state in trainer.status().values()}) != {"train_step"}:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+        assert doing == {"train_step"}
 
 
 async def test_c34_slow_step_runs_once(tmp_path: Path) -> None:
     """A step that takes longer than every control timeout counts once; one past its deadline isn't repeated."""
-    patience = replace(QUICK, call_s=30, ping_s=1)
+    patience = replace(QUICK, call_s=30, ping_s=2)
     before = descendants(os.getpid())  # other tests of this process may have left theirs
     async with connected(tmp_path, patience) as trainer:
         assert [await trainer.call("train_step", "count", 2.5) for _ in range(2)] == [1, 2]
         with pytest.raises(StepOutcomeUnknown, match=r"rank 1 \(train_step for"):
-            await trainer.call("train_step", "count", 5, step=7, timeout_s=1)
+            await trainer.call("train_step", "count", 15, step=7, timeout_s=3)  # pings in between say what it does
         started = time.monotonic()
         with pytest.raises(StepOutcomeUnknown, match="earlier failure"):
             await trainer.call("train_step", "count")
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 5  # far from the end of the step that is still under way
     assert not descendants(os.getpid()) - before
 
 
@@ -187,13 +189,13 @@ async def test_c34_killed_worker_is_named(tmp_path: Path) -> None:
 
 async def test_r105a_a_worker_that_does_not_answer_a_decision_is_ended(tmp_path: Path) -> None:
     """R105a: one rank hangs in a call that was given up: the decision is bounded, and no process is left behind."""
-    async with connected(tmp_path, replace(QUICK, decide_s=1.0)) as trainer:
+    async with connected(tmp_path, replace(QUICK, decide_s=2.0)) as trainer:
         pids = await trainer.call("train_step", "pid")
         processes = {ProcessId.of(pid) for pid in pids.values()}
         with anyio.move_on_after(0.3):
             await trainer.call("export_weights", "hang", 2)
         with (
-            anyio.fail_after(8),
+            anyio.fail_after(12),
             pytest.raises(WorkerLost, match="rank 2 is lost: no answer to export_weights in time"),
         ):
             await trainer.decide(0, version=1, commit=False)
@@ -203,9 +205,9 @@ async def test_r105a_a_worker_that_does_not_answer_a_decision_is_ended(tmp_path:
 
 async def test_r105a_a_training_step_that_was_given_up_may_end_before_a_decision(tmp_path: Path) -> None:
     """The decision about a publication beside it waits for that step as for any other, and loses nobody."""
-    async with connected(tmp_path, replace(QUICK, decide_s=0.5)) as trainer:
+    async with connected(tmp_path, replace(QUICK, decide_s=2.0)) as trainer:
         with anyio.move_on_after(0.3):
-            await trainer.call("train_step", "count", 2.0, step=1)
+            await trainer.call("train_step", "count", 4.0, step=1)
         await trainer.decide(0, version=1, commit=True)
         assert await trainer.call("train_step", "count") == 2
 

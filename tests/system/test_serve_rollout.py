@@ -120,7 +120,7 @@ def test_u01_engines_of_another_node_come_back_and_serve_run_after_run(task: Pat
         second = ready(port, but=first["engine_pid"])
         os.kill(second["engine_pid"], signal.SIGKILL)  # the next run has it started anew
         assert train("two")["publications"] == 4
-        assert status(port)["engine_pid"] not in (None, first["engine_pid"], second["engine_pid"])
+        assert ready(port)["engine_pid"] not in (None, first["engine_pid"], second["engine_pid"])
         family |= descendants(server.pid)
         server.send_signal(signal.SIGTERM)
         said, _ = server.communicate(timeout=30)

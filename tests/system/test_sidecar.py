@@ -58,6 +58,14 @@ class Running:
     def status(self) -> dict[str, Any]:
         return dict(self.http("GET", "/v1/status").json())
 
+    def until_buried(self) -> dict[str, Any]:
+        """Its status once the engine has ended and how is known: a port refuses a moment before its process ends."""
+
+        def buried(status: dict[str, Any]) -> bool:
+            return (status["state"], status["engine_pid"]) == ("down", None) and "ended with" in status["detail"]
+
+        return self.until(buried)
+
     def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Ask for the status until it is as wanted."""
         deadline = time.monotonic() + DEADLINE_S
@@ -146,9 +154,9 @@ def wait_gone(pid: int) -> None:
 
 async def test_c01_a_a_pause_that_timed_out_is_undone_by_its_own_end(sidecars: Sidecars, fake: FakeEngine) -> None:
     """C01-A: the engine is slow to pause, the client gives up and ends at once; the engine ends up running."""
-    fake.faults["/pause_generation"] = [2.0]
+    fake.faults["/pause_generation"] = [4.0]
     with attached(sidecars, fake) as running:
-        async with running.client(timeout_s=0.5) as hasty, running.client() as patient:
+        async with running.client(timeout_s=1.5) as hasty, running.client() as patient:
             with pytest.raises(OutcomeUnknown):
                 await hasty.pause(txn(0), "retract", 60.0)
             await patient.end(txn(0))
@@ -160,18 +168,18 @@ async def test_c01_a_a_pause_that_timed_out_is_undone_by_its_own_end(sidecars: S
 
 async def test_c01_b_a_dead_engine_owes_nothing(sidecars: Sidecars) -> None:
     """C01-B: the engine's port is closed: refused at once, with no call to resume, and the end is harmless."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"http://127.0.0.1:{server.getsockname()[1]}"
-    running = sidecars.start("--engine-url", url)
-    async with running.client() as client:
-        with pytest.raises(Rejected) as refused:
-            await client.pause(txn(0), "drain", 60.0)
-        assert refused.value.status == 424
-        assert (await client.status()).state == "down"
-        await client.end(txn(0))
-        with pytest.raises(Rejected) as refused:
-            await client.fence()
-        assert refused.value.status == 409
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and doesn't listen: no other process gets the port meanwhile
+        running = sidecars.start("--engine-url", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        async with running.client() as client:
+            with pytest.raises(Rejected) as refused:
+                await client.pause(txn(0), "drain", 60.0)
+            assert refused.value.status == 424
+            assert (await client.status()).state == "down"
+            await client.end(txn(0))
+            with pytest.raises(Rejected) as refused:
+                await client.fence()
+            assert refused.value.status == 409
 
 
 async def test_c01_c_a_resume_that_the_engine_refuses_is_reported_each_time(
@@ -223,11 +231,14 @@ async def test_a_drain_waits_until_nothing_runs_and_never_aborts(sidecars: Sidec
 
 async def test_a_client_that_hangs_up_has_its_pause_undone(sidecars: Sidecars, fake: FakeEngine) -> None:
     """R88 over HTTP: the pause is carried out, undone, and forgotten; nobody sent an end."""
-    fake.faults["/pause_generation"] = [0.5]
+    fake.faults["/pause_generation"] = [2.5]
     with attached(sidecars, fake) as running:
         async with running.client() as client:
-            with anyio.move_on_after(0.2):
-                await client.pause(txn(0), "retract", 60.0)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(client.pause, txn(0), "retract", 60.0)
+                while not fake.calls:  # noqa: ASYNC110 - the engine is in another thread
+                    await anyio.sleep(0.02)
+                tasks.cancel_scope.cancel()
             running.until(lambda status: "/continue_generation" in fake.done and status["state"] == "running")
             assert not fake.paused
             assert (await client.status()).txn is None
@@ -237,9 +248,10 @@ async def test_a_lease_that_is_not_renewed_ends_the_pause(sidecars: Sidecars, fa
     """The controller died: the sidecar resumes by itself, and says that the weights can't be trusted."""
     with attached(sidecars, fake) as running:
         async with running.client() as client:
-            assert await client.pause(txn(0), "retract", 1.0)
-            await client.renew(txn(0), 1.5)
-            assert fake.paused
+            assert await client.pause(txn(0), "retract", 60.0)
+            await client.renew(txn(0), 600.0)
+            assert (await client.status()).lease_left_s > 60.0 and fake.paused
+            await client.renew(txn(0), 1.0)
             status = running.until(lambda status: status["state"] == "running")
             assert status["torn"] and not fake.paused
             with pytest.raises(Rejected) as refused:
@@ -308,8 +320,8 @@ def test_a_killed_engine_is_down_at_once(sidecars: Sidecars) -> None:
     pid = running.until(lambda status: status["healthy"])["engine_pid"]
     assert running.http("POST", "/v1/pause", json={"txn": txn(0)}).json()["paused"]
     os.kill(pid, signal.SIGKILL)
-    status = running.until(lambda status: status["state"] == "down")
-    assert not status["healthy"] and status["engine_pid"] is None
+    status = running.until_buried()
+    assert not status["healthy"]
     assert "SIGKILL" in status["detail"] and f"fake engine {pid} starts" in status["detail"]
     assert running.http("POST", "/v1/end", json={"txn": txn(0)}).status_code == 200
     assert running.http("POST", "/v1/pause", json={"txn": txn(1)}).status_code == 424
@@ -366,7 +378,8 @@ def test_no_sidecar_outlives_the_controller_that_started_it(sidecars: Sidecars, 
                 time.sleep(0.02)
             told = json.loads(announce.read_text())
             headers = {"Authorization": f"Bearer {TOKEN}"}
-            answer = httpx.post(told["url"] + "/v1/pause", json={"txn": txn(0)}, headers=headers, trust_env=False)
+            pause = {"json": {"txn": txn(0)}, "headers": headers, "timeout": DEADLINE_S, "trust_env": False}
+            answer = httpx.post(told["url"] + "/v1/pause", **pause)
             assert answer.json()["paused"] and fake.paused
             parent.kill()
             wait_gone(told["pid"])

@@ -127,7 +127,7 @@ async def test_a_publication_by_hand_through_sidecar_and_engine(running: Running
         pid = (await sidecar.status()).engine_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        down = await anyio.to_thread.run_sync(running.until, lambda status: status["state"] == "down")
+        down = await anyio.to_thread.run_sync(running.until_buried)
         assert "SIGKILL" in down["detail"]
         await sidecar.recover(120.0)
         status = running.status()

@@ -7,7 +7,6 @@ them (root, iproute2); else both are this machine's loopback, and a warning says
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from job import wait_for
+from tests.system.gate import free_port
 from whole_run import ENVIRONMENT, SHORT, Census, Run, overrides
 
 from hybridasync.observability.process import ProcessId, terminate, wait_ended
@@ -145,13 +145,6 @@ def listeners(prefix: list[str]) -> set[str]:
     """The addresses on which anything on this node listens."""
     found = subprocess.run([*prefix, "ss", "-Hltn"], capture_output=True, text=True, check=True).stdout
     return {line.split()[3].rpartition(":")[0] for line in found.splitlines()}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def test_two_nodes_train_to_the_end(network: Network, start: Callable[..., Job]) -> None:

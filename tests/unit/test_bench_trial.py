@@ -101,13 +101,13 @@ def test_a_stopped_benchmark_ends_its_run_and_goes_on_later(tmp_path: Path) -> N
     command = [sys.executable, str(program), str(out)]
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE) as process:
         log = out / "work" / "trials" / "00-zero_kl" / "output.log"
-        while not log.exists() and process.poll() is None:
+        usage = log.with_name("usage.jsonl")  # the first sample of it: the run is watched
+        while not (usage.exists() and usage.stat().st_size) and process.poll() is None:
             time.sleep(0.05)
-        time.sleep(0.3)
         members = descendants(process.pid)
         process.terminate()
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=60)
     assert members
-    assert wait_ended(members, 5) == set()
+    assert wait_ended(members, 30) == set()
     assert b"goes on with what is missing" in said
     assert trial.already_done(log.parent) is None

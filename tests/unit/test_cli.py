@@ -18,6 +18,7 @@ from hybridasync.config.names import STACK_NAMES
 from hybridasync.config.pipeline import Resolved, resolve
 from hybridasync.config.resolved import write_resolved
 from hybridasync.errors import CompensationFailed, ConfigError, WorkerLost
+from hybridasync_cli import start
 from hybridasync_cli.main import app
 from hybridasync_cli.train import name_latest
 
@@ -279,6 +280,18 @@ def test_a_real_process_exits_2_without_a_traceback(arguments: Sequence[str]) ->
     done = command(*arguments)
     assert done.returncode == 2, done.stderr
     assert done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_ctrl_c_while_the_command_line_is_built_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports are over, and no command has begun that would see to it."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybridasync_cli.main.app", interrupted)
+    with pytest.raises(SystemExit) as raised:
+        start.main()
+    assert raised.value.code == start.INTERRUPTED
 
 
 def test_looking_at_a_recipe_loads_nothing_heavy() -> None:

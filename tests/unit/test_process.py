@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from hybridasync.observability import process
 
@@ -36,7 +37,7 @@ def test_child_dies_with_its_parent() -> None:
         grandchild = process.ProcessId.of(int(parent.stdout.readline()))
         assert grandchild.alive()
         parent.kill()
-        assert process.wait_ended([grandchild], 10) == set()
+        assert process.wait_ended([grandchild], 60) == set()
 
 
 def test_child_whose_parent_is_gone_already_ends() -> None:
@@ -72,7 +73,7 @@ def test_terminate_tree_kills_what_ignores_sigterm(tmp_path: Path) -> None:
         assert len(members) == 1
         assert process.terminate_tree(child.pid, grace_s=0.2) == set()
         assert not any(member.alive() for member in members)
-        assert child.wait(5) == -signal.SIGKILL
+        assert child.wait(60) == -signal.SIGKILL
 
 
 def test_pid_with_another_start_time_is_another_process() -> None:
@@ -89,8 +90,8 @@ def test_pid_with_another_start_time_is_another_process() -> None:
 def test_signal_group_spares_the_caller() -> None:
     """A child in our own group is signalled alone; one in its own session with its group; a dead one answers False."""
     with _python(SLEEPER) as same, _python(SLEEPER, start_new_session=True) as other:
-        assert process.signal_group(same.pid, signal.SIGKILL) and same.wait(5) == -signal.SIGKILL
-        assert process.signal_group(other.pid, signal.SIGKILL) and other.wait(5) == -signal.SIGKILL
+        assert process.signal_group(same.pid, signal.SIGKILL) and same.wait(60) == -signal.SIGKILL
+        assert process.signal_group(other.pid, signal.SIGKILL) and other.wait(60) == -signal.SIGKILL
         assert not process.signal_group(other.pid, signal.SIGKILL)
 
 
@@ -110,6 +111,14 @@ def test_session_is_found_without_its_leader() -> None:
         leader.stdin.flush()
         assert leader.stdout.readline() == "-15\n"
         orphan = process.ProcessId.of(int(leader.stdout.readline()))
-        leader.wait(10)
+        leader.wait(60)
         assert process.in_sessions([leader.pid]) == {orphan}
         assert process.terminate([orphan], grace_s=1) == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "name"), [(0, "exit code 0"), (7, "exit code 7"), (-9, "SIGKILL"), (-(signal.SIGRTMIN + 1), "signal 35")]
+)
+def test_an_end_has_a_name(code: int, name: str) -> None:
+    """Real-time signals, too, of which Python names two."""
+    assert process.exit_name(code) == name

@@ -67,8 +67,11 @@ async def test_c36_a_stranger_that_answers_is_never_taken_for_the_engine(
     assert engine.pid is None
 
 
-async def test_a_killed_engine_is_reported_with_its_signal_even_before_its_end_was_noticed(tmp_path: Path) -> None:
+async def test_a_killed_engine_is_reported_with_its_signal_even_before_its_end_was_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its port refuses a moment before its parent is told: the status names the signal, not the refused port."""
+    monkeypatch.setattr(control_module, "OBITUARY_S", 60.0)  # the moment is long where the machine is busy
     engine = launched(tmp_path)
     control = Control(engine, TransactionMachine())
     async with anyio.create_task_group() as tasks:

@@ -6,6 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 from tests.sidecar_kit import LEASE_S, A, B, Rig, txn
+from tests.virtual_clock import virtual
 
 from hybridasync.errors import LocalProtocolError, NotSent, Rejected
 from hybridasync.protocol.transaction_id import MalformedTransactionError, TransactionId
@@ -39,7 +40,7 @@ async def test_r70_status_says_who_paused_since_when_and_for_how_much_longer(rig
     status = await rig.control.status()
     assert (status.state, status.txn, status.holder, status.weight_version) == ("paused", txn(7), A, "3")
     assert status.since is not None and status.since > 1.6e9
-    assert status.lease_left_s is not None and LEASE_S - 5 < status.lease_left_s <= LEASE_S
+    assert status.lease_left_s is not None and LEASE_S - 30 < status.lease_left_s <= LEASE_S
 
 
 async def test_r71_a_normal_pause_checks_and_then_pauses(rig: Rig) -> None:
@@ -84,7 +85,7 @@ async def test_r74_a_rollback_that_fails_keeps_the_pause_on_record(rig: Rig) -> 
     assert rig.machine.state == "recovery_required"
     with pytest.raises(RecoveryRequiredError):
         await rig.pause(txn(0))
-    with anyio.fail_after(1):
+    with anyio.fail_after(30):
         await rig.control.end(txn(0))
     assert rig.machine.state == "running"
 
@@ -413,8 +414,10 @@ async def test_r97_of_several_engines_exactly_those_that_were_paused_are_resumed
     assert all(rig.machine.state == "running" for rig in rigs)
 
 
-async def test_a_lease_that_runs_out_ends_the_pause_and_marks_the_weights_torn(rig: Rig) -> None:
+@virtual
+async def test_a_lease_that_runs_out_ends_the_pause_and_marks_the_weights_torn() -> None:
     """Nobody renews: the sidecar resumes by itself, and the next end of an owner clears the mark."""
+    rig = Rig()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(rig.control.run)
         await rig.control.pause(txn(0), "retract", 0.05)

@@ -160,3 +160,13 @@ def log_tail(path: Path) -> str:
     except OSError:
         return ""
     return "\n".join(f"  | {line}" for line in lines[-_LOG_TAIL_LINES:])
+
+
+def exit_name(code: int | None) -> str:
+    """How a process ended, in words, from what subprocess says of it: `SIGKILL`, `signal 35`, `exit code 1`."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal: most have no name
+        return f"signal {-code}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridasync.observability.process import PARENT_PID_VARIABLE, die_with_parent
+
+FAILURES = "torchrun.failures.json"
+"""Beside the log: rank → exit code, as of subprocess, of those whose end made torchrun stop the job."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout = sys.stderr = log
 
     from torch.distributed import run  # only now: torch's loggers keep the stream that they find
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from hybridasync.runtime.local import serve_store
 
@@ -37,7 +42,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     host, port = listener.getsockname()[:2]
     store = serve_store(listener, shared=True)
     os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
-    run.main(["--master-addr", host, "--master-port", str(port), *arguments.torchrun])
+    failures = arguments.log.with_name(FAILURES)
+    failures.unlink(missing_ok=True)
+    try:
+        run.main(["--master-addr", host, "--master-port", str(port), *arguments.torchrun])
+    except ChildFailedError as error:
+        failures.write_text(json.dumps({rank: failure.exitcode for rank, failure in error.failures.items()}))
+        raise
     del store  # kept until here: torchrun's store is this one
 
 

@@ -6,6 +6,7 @@ because torchrun makes a 1 of every failure. Nodes beyond one start torchrun the
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from hybridasync.observability.process import (
     ProcessId,
     child_environment,
     descendants,
+    exit_name,
     in_sessions,
     log_tail,
     terminate,
@@ -34,6 +36,7 @@ from hybridasync.observability.process import (
 from hybridasync.observability.report import write_report
 from hybridasync.observability.summary import write_summary
 from hybridasync.runtime import lock, outcome
+from hybridasync.runtime.agent import FAILURES
 from hybridasync.runtime.outcome import Outcome
 from hybridasync.runtime.start import RANK_PROGRAM, listen
 from hybridasync.transport.checkpoints import remove_unfinished
@@ -106,6 +109,7 @@ class _Start:
         self._seen: set[ProcessId] = set()  # every process of the job that ever showed up
         self._controller: ProcessId | None = None
         self._give_up_at: float | None = None
+        self._gave_up = False
         self._started = time.monotonic()
 
     def run(self, resume: bool, program: Sequence[str]) -> int:
@@ -184,7 +188,8 @@ class _Start:
 
     def _clear_up(self, agent: subprocess.Popen[bytes]) -> None:
         """End what is left. The controller is given time when torchrun was killed: it may owe engines a resume."""
-        if agent.poll() is None:
+        self._gave_up = agent.poll() is None
+        if self._gave_up:
             terminate([ProcessId.of(agent.pid), *descendants(agent.pid)], grace_s=_TERMINATE_S)
         agent.wait()
         if self._controller is not None:
@@ -215,12 +220,25 @@ class _Start:
     def _silent_end(self, ended: Outcome | None, agent_code: int) -> str:
         logs = self._run_dir / "logs"
         account = f"torchrun's own account is in {logs / 'torchrun.log'}"
-        if agent_code < 0:
-            return f"torchrun was ended by {signal.Signals(-agent_code).name}, and the job with it; {account}"
-        if ended is None:
-            return f"the controller ended without a word (killed, perhaps for memory); {account}"
+        if agent_code < 0 and not self._gave_up:
+            return f"torchrun was ended by {exit_name(agent_code)}, and the job with it; {account}"
+        codes = _exit_codes(logs / FAILURES)
+        if ended is None and (0 in codes or not codes):
+            how = exit_name(codes[0]) if 0 in codes else "killed"
+            memory = ", perhaps for memory" if how in ("killed", "SIGKILL") else ""
+            return f"the controller ended without a word ({how}{memory}); {account}"
+        workers = (f"worker rank {rank} ended with {exit_name(code)}" for rank, code in codes.items() if rank)
         tails = [f"{path.name}:\n{tail}" for path in sorted(logs.glob("worker-*.log")) if (tail := log_tail(path))]
-        return "\n".join([f"a worker ended, and torchrun stopped the job; {account}", *tails])
+        who = ", ".join(workers) or "a worker ended"
+        return "\n".join([f"{who}, and torchrun stopped the job; {account}", *tails])
+
+
+def _exit_codes(failures: Path) -> dict[int, int]:
+    """By rank, of those that torchrun saw fail; empty if it couldn't write them down."""
+    try:
+        return {int(rank): int(code) for rank, code in json.loads(failures.read_text()).items()}
+    except (OSError, ValueError):
+        return {}
 
 
 def _say(text: str) -> None:

@@ -21,7 +21,7 @@ from anyio.abc import Process
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybridasync.errors import ConfigError, EngineError, OperatingError
-from hybridasync.observability.process import child_environment
+from hybridasync.observability.process import child_environment, exit_name
 from hybridasync.sidecar.engine_client import EngineClient, EngineControl
 from hybridasync.sidecar.host import POLL_S
 
@@ -101,7 +101,10 @@ class LaunchedEngine:
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        """None once it has ended and `detail` says how."""
+        process = self._process
+        alive = process is not None and (process.returncode is None or self._client is not None)
+        return process.pid if process is not None and alive else None
 
     async def run(self, on_lost: Callable[[], None]) -> None:
         while True:
@@ -117,7 +120,7 @@ class LaunchedEngine:
             process = self._process
             if process is not None:
                 await process.wait()
-                self.detail = f"the engine ended with {_exit_name(process.returncode)}{self._log_tail()}"
+                self.detail = f"the engine ended with {exit_name(process.returncode)}{self._log_tail()}"
                 log.error("%s", self.detail)
                 self._client = None
                 _kill_group(process.pid, signal.SIGKILL)  # what it left behind, as its scheduler processes
@@ -209,7 +212,7 @@ class LaunchedEngine:
                         raise EngineStartError(f"another process answers at {url}, not the engine that was launched")
                     return url
                 await anyio.sleep(POLL_S)
-            why = f"ended with {_exit_name(process.returncode)}"
+            why = f"ended with {exit_name(process.returncode)}"
             raise EngineStartError(f"{self._name} {why} before it was ready{self._log_tail()}")
         raise EngineStartError(f"{self._name} wasn't ready within {limit:g} s{self._log_tail()}")
 
@@ -289,9 +292,3 @@ def _kill_group(pid: int, signal_number: signal.Signals) -> None:
     """The engine leads a process group of its own, which outlives it as long as it has members."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal_number)
-
-
-def _exit_name(code: int | None) -> str:
-    if code is not None and code < 0:
-        return signal.Signals(-code).name
-    return f"exit code {code}"
