@@ -234,11 +234,15 @@ class _Start:
 
 
 def _exit_codes(failures: Path) -> dict[int, int]:
-    """By rank, of those that torchrun saw fail; empty if it couldn't write them down."""
+    """By rank, of those that torchrun saw fail; empty if it couldn't write them down.
+
+    One that ended by SIGTERM was asked to by torchrun, because of another.
+    """
     try:
-        return {int(rank): int(code) for rank, code in json.loads(failures.read_text()).items()}
+        codes = {int(rank): int(code) for rank, code in json.loads(failures.read_text()).items()}
     except (OSError, ValueError):
         return {}
+    return {rank: code for rank, code in codes.items() if code != -signal.SIGTERM} or codes
 
 
 def _say(text: str) -> None:
