@@ -105,6 +105,14 @@ def serving(engine: FakeEngine) -> AbstractContextManager[str]:
 
 
 @contextmanager
+def refusing() -> Iterator[str]:
+    """A URL where nobody listens. It is bound, so that no other process gets the port meanwhile."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@contextmanager
 def served(application: Starlette) -> Iterator[str]:
     """The application over HTTP, in a thread; yields its URL."""
     listener = socket.create_server(("127.0.0.1", 0))

@@ -46,11 +46,14 @@ async def test_c43_a_group_has_the_log_probs_of_its_temperature(target: Target, 
 async def interrupted(server: SglangServer, rid: str, params: SamplingParams) -> list[Completion]:
     """What an abort in mid-generation leaves. A request that was over before it came, as on a machine that stands
     still for a moment, is sent anew."""
+
+    async def under_way() -> bool:
+        return await server.in_flight() > 0
+
     for attempt in range(10):
 
         async def stop(rid: str = f"{rid}-{attempt}") -> None:
-            while await server.in_flight() == 0:  # noqa: ASYNC110 - what is waited for happens in another process
-                await anyio.sleep(0.02)
+            await until(under_way)
             await server.abort(rid)
 
         async with anyio.create_task_group() as tasks:
@@ -109,13 +112,12 @@ async def test_a_cancelled_request_can_be_stopped_at_once(server: SglangServer) 
     async def running() -> bool:
         return await server.in_flight() > 0
 
-    rids = [f"cancelled-{number}" for number in range(100)]
     sent: list[str] = []
 
     async def ask() -> None:
-        for rid in rids:  # one after the other: the first may be over before it is seen
-            sent.append(rid)
-            await server.generate(rid, PROMPT, LONG)
+        while True:  # one after the other: the first may be over before it is seen
+            sent.append(f"cancelled-{len(sent)}")
+            await server.generate(sent[-1], PROMPT, LONG)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(ask)

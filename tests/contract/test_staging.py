@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import anyio
 import httpx
@@ -111,7 +110,8 @@ async def test_a_stream_goes_on_across_a_switch(target: Target, client: httpx.As
     """Its tokens come without a gap, the first ones of the old weights and the last ones of the new ones."""
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}, "stream": True}
     await stage(client, target.directories["1"])
-    sums, last = sums_of(target, "1"), dict[str, Any]()  # before the stream, which doesn't wait for them
+    sums = sums_of(target, "1")  # before the stream, which doesn't wait for them
+    last: Json = {}
     async with client.stream("POST", "/generate", json={**body, "return_logprob": True}) as answer:
         seen = 0
         async for line in answer.aiter_lines():

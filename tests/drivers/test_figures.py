@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import anyio
 from kit import FakeServer, FakeSidecar, FakeTrainer, MemoryJournal, RecordingSink, World, nothing
 from test_recovery import virtual
+from tests.fake_engine import refusing
 
 from hybridasync.config.publication import PublicationSection
 from hybridasync.drivers.fleet import Engine, Fleet
@@ -61,10 +61,7 @@ async def test_r102_the_resumes_of_64_engines_keep_one_budget() -> None:
 async def test_r63_a_port_where_nobody_listens_degrades_at_once(figure: Callable[[str], None]) -> None:
     """R62, R63: a real client of a refused port: the other engine is published, and no end is sent for that one."""
     world, journal, debts = World(), MemoryJournal(), Debts()
-    # Bound and not listened at: refused, and nobody else can get it meanwhile.
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with refusing() as url:
         async with SidecarClient("engine-0", url, "t", timeout_s=120.0) as refused:
             engines = [
                 Engine(FakeServer("engine-0", world), refused),

@@ -23,7 +23,7 @@ import psutil
 from tests.system.gate import Gate, Hold, Point
 from tests.system.own_phases import OwnPhases
 from tests.system.rollout_side import TOKEN, RolloutSide
-from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC
+from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC, rows
 
 from hybridasync.observability.process import ProcessId, descendants, wait_ended
 from hybridasync.protocol.debts import INCURRED, Debts
@@ -222,10 +222,8 @@ class World:
         return self.process is not None and self.process.poll() is None
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Whole rows of one of the run's files; a live run may be writing another."""
-        path = self.run_dir / f"{name}.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines if line.strip()]
+        """Of one of the run's files."""
+        return rows(self.run_dir / f"{name}.jsonl")
 
     def steps(self) -> int:
         return len(self.rows("metrics"))

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from whole_run import ENVIRONMENT, HYBRIDASYNC, overrides
+from whole_run import ENVIRONMENT, HYBRIDASYNC, overrides, rows
 
 from hybridasync.observability.process import ProcessId, descendants, wait_ended
 from hybridasync.transport.weights import _places
@@ -136,10 +136,7 @@ class Train:
         return "failed"
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Whole rows; a live run may be writing another."""
-        path = self.run_dir / f"{name}.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines if line]
+        return rows(self.run_dir / f"{name}.jsonl")
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.system.whole_run import rows
 from tests.tools.killed_runs import command, run, trained, wait_for_the_end_of
 
 pytestmark = pytest.mark.slow
@@ -18,8 +19,7 @@ TOOL = Path(__file__).parents[1] / "tools" / "killed_runs.py"
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """Whole rows; a live run may be writing another."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
+    return rows(directory / "metrics.jsonl")
 
 
 def test_r116_a_killed_run_is_trained_on_the_same_prompts(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC, overrides
+from tests.system.whole_run import ENVIRONMENT, HYBRIDASYNC, overrides, rows
 
 from hybridasync.observability.process import descendants, wait_ended
 
@@ -74,9 +74,7 @@ class Training:
         self.output = folder / "output.txt"
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        path = self.run_dir / f"{name}.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        return rows(self.run_dir / f"{name}.jsonl")
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [row for row in self.rows("events") if row["event"] == name]

@@ -19,7 +19,7 @@ import anyio
 import httpx
 import psutil
 import pytest
-from tests.fake_engine import FakeEngine, serving
+from tests.fake_engine import FakeEngine, refusing, serving
 
 from hybridasync.errors import EngineError, NotSent, OutcomeUnknown, Rejected
 from hybridasync.observability.process import child_environment
@@ -168,9 +168,8 @@ async def test_c01_a_a_pause_that_timed_out_is_undone_by_its_own_end(sidecars: S
 
 async def test_c01_b_a_dead_engine_owes_nothing(sidecars: Sidecars) -> None:
     """C01-B: the engine's port is closed: refused at once, with no call to resume, and the end is harmless."""
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and doesn't listen: no other process gets the port meanwhile
-        running = sidecars.start("--engine-url", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+    with refusing() as url:
+        running = sidecars.start("--engine-url", url)
         async with running.client() as client:
             with pytest.raises(Rejected) as refused:
                 await client.pause(txn(0), "drain", 60.0)

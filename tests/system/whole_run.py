@@ -33,6 +33,12 @@ SHORT = {
 """Settings that cut quickstart-fast down to what shows that something works, learning left out."""
 
 
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Whole rows of a file of JSON lines; a live run may be writing another."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines if line.strip()]
+
+
 def overrides(settings: Mapping[str, object]) -> list[str]:
     """`--set` options. JSON's notation of these values is TOML's, tables left out."""
     return [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]

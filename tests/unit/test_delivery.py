@@ -14,6 +14,7 @@ import anyio
 import httpx
 import pytest
 from anyio.abc import SocketStream
+from tests.fake_engine import refusing
 
 from hybridasync.errors import (
     ConfigError,
@@ -199,9 +200,7 @@ async def test_u2_no_control_call_is_without_a_deadline() -> None:
 
 async def test_r63_a_refused_connection_is_known_at_once() -> None:
     """R61, R63: nothing listens, nothing was sent, and that is known long before the deadline."""
-    with socket.socket() as taken:  # bound and not listened at, so that nobody else can get the port meanwhile
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with refusing() as url:
         async with SidecarClient("e", url, "t", timeout_s=60.0) as sidecar:
             with anyio.fail_after(30), pytest.raises(NotSent):
                 await sidecar.end("ha1:" + "a" * 32 + ":0")

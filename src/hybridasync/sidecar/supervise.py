@@ -103,8 +103,9 @@ class LaunchedEngine:
     def pid(self) -> int | None:
         """None once it has ended and `detail` says how."""
         process = self._process
-        alive = process is not None and (process.returncode is None or self._client is not None)
-        return process.pid if process is not None and alive else None
+        if process is None or (process.returncode is not None and self._client is None):
+            return None
+        return process.pid
 
     async def run(self, on_lost: Callable[[], None]) -> None:
         while True:
